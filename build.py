@@ -1,0 +1,242 @@
+"""From a recipe to objects: the only file that reads both. Everything it builds takes plain arguments."""
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .data.answers import Answered, AnswerStore, regenerate
+from .data.chat import Sample, prompt_ids, samples, truncate
+from .data.conversations import Conversation, read_conversations
+from .data.features import FeatureSource, MemoryFeatures, OnlineFeatures
+from .data.skips import Skips
+from .data.vocabulary import choose_vocabulary
+from .errors import UserError
+from .evaluation.evaluate import Evaluator, Prompt
+from .evaluation.tree import AnyTree, DynamicTree, StaticTree, chain
+from .heads.base import DraftHead
+from .heads.builtin import cache_folder
+from .heads.eagle3 import Eagle3Config, Eagle3Head
+from .heads.medusa import MedusaConfig, MedusaHead
+from .heads.verifier import Facts, Features, Verifier
+from .progress import progress_bar
+from .training.recipe import (
+    ChainSection,
+    DynamicSection,
+    Eagle3Section,
+    EvaluationSection,
+    MedusaSection,
+    Recipe,
+    StaticSection,
+)
+from .training.trainer import Settings
+
+PROMPTS = Path(__file__).parent / "data" / "prompts"
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Conversations:
+    train: list[Conversation]
+    holdout: list[Conversation]
+
+
+def build_verifier(recipe: Recipe) -> Verifier:
+    return Verifier.load(recipe.verifier.model, recipe.verifier.dtype, recipe.verifier.device)
+
+
+def build_conversations(recipe: Recipe) -> Conversations:
+    """All conversations of the recipe, parted into training and held-out ones."""
+    paths = [path for name in recipe.data.train for path in data_paths(name)]
+    skips = Skips()
+    rows = list(read_conversations(paths, skips))
+    if recipe.data.holdout == "split":
+        held = [row.split == "holdout" for row in rows]
+    else:
+        chosen = set(
+            random.Random(recipe.training.seed).sample(range(len(rows)), max(1, round(len(rows) * recipe.data.holdout)))
+        )
+        held = [i in chosen for i in range(len(rows))]
+    parted = Conversations(
+        [row for row, out in zip(rows, held, strict=True) if not out],
+        [row for row, out in zip(rows, held, strict=True) if out],
+    )
+    if not parted.train or not parted.holdout:
+        raise UserError(f"data.holdout: {recipe.data.holdout} leaves {len(parted.train)} conversations to train on and "
+                        f"{len(parted.holdout)} held out; both need at least one")  # fmt: skip
+    return parted
+
+
+def data_paths(name: str) -> list[Path]:
+    return sorted(PROMPTS.glob("*.jsonl")) if name == "builtin:prompts" else [Path(name).expanduser()]
+
+
+def build_samples(
+    recipe: Recipe, verifier: Verifier, conversations: Sequence[Conversation]
+) -> tuple[list[Sample], FeatureSource]:
+    """Training samples with exact masks (the files' own answers or the verifier's), and where their features come from."""
+    data, layers = recipe.data, needed_layers(recipe, verifier)
+    if data.answers == "keep":
+        rows = list(samples(verifier.tokenizer, conversations, data.max_length, Skips()))
+        return rows, build_features(recipe, verifier, rows, layers, None)
+    store = AnswerStore(cache_folder() / "answers", verifier.fingerprint, data.answer_tokens)
+    turns = sum(max(1, sum(m["role"] == "user" for m in c.messages)) for c in conversations)
+    keep = layers if data.features == "memory" else None
+    with progress_bar("verifier answers the prompts: at most", turns * data.answer_tokens, unit="tokens") as bar:
+        answered = regenerate(verifier, conversations, store, data.answer_tokens, data.answer_batch, keep, bar)
+    fitting = [Answered(truncate(a.sample, data.max_length), a.features) for a in answered]
+    kept = [a for a in fitting if a.sample.has_supervised]
+    if len(kept) < len(fitting):
+        message = (
+            f"{len(fitting) - len(kept)} of {len(fitting)} rows have no supervised token after max_length={data.max_length}"
+        )
+        if not kept:
+            raise UserError(f"{message}; raise data.max_length")
+        say(f"warning: {message}")
+    rows = [a.sample for a in kept]
+    return rows, build_features(recipe, verifier, rows, layers, [a.features if not a.sample.cut else None for a in kept])
+
+
+def needed_layers(recipe: Recipe, verifier: Verifier) -> tuple[int, ...]:
+    return eagle3_layers(recipe.head, verifier.facts) if isinstance(recipe.head, Eagle3Section) else ()
+
+
+def build_features(
+    recipe: Recipe,
+    verifier: Verifier,
+    training: Sequence[Sample],
+    layers: Sequence[int],
+    known: Sequence[Features | None] | None,
+) -> FeatureSource:
+    if recipe.data.features == "online":
+        return OnlineFeatures(verifier, training, layers)
+    missing = [sample for i, sample in enumerate(training) if known is None or known[i] is None]
+    tokens = sum(len(sample.ids) for sample in missing)
+    with progress_bar("verifier reads the samples", tokens, unit="tokens") as bar:
+        return MemoryFeatures(verifier, training, layers, 2048, known, bar)
+
+
+def build_head(recipe: Recipe, verifier: Verifier, training: Sequence[Sample]) -> DraftHead:
+    torch.manual_seed(recipe.training.seed)
+    if isinstance(recipe.head, MedusaSection):
+        return build_medusa(recipe.head, verifier, training)
+    return build_eagle3(recipe.head, verifier, training)
+
+
+def build_medusa(section: MedusaSection, verifier: Verifier, training: Sequence[Sample]) -> MedusaHead:
+    ids = build_vocabulary(section.vocabulary, verifier, training)
+    config = MedusaConfig(
+        hidden_size=verifier.facts.hidden_size,
+        vocab_size=verifier.facts.vocab_size,
+        heads=section.heads,
+        blocks=section.blocks,
+        lm_head=section.lm_head,
+        targets=section.targets,
+        decay=section.decay,
+        draft_vocab_size=len(ids),
+    )
+    head = MedusaHead(config, ids).to(verifier.device)
+    head.initialise(verifier)
+    return head
+
+
+def build_eagle3(section: Eagle3Section, verifier: Verifier, training: Sequence[Sample]) -> Eagle3Head:
+    facts = verifier.facts
+    ids = build_vocabulary(section.draft_vocabulary, verifier, training)
+    config = Eagle3Config(
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        layers=eagle3_layers(section, facts),
+        depth=section.depth,
+        decay=section.decay,
+        draft_vocab_size=len(ids),
+        num_attention_heads=facts.num_attention_heads,
+        num_key_value_heads=facts.num_key_value_heads,
+        head_dim=facts.head_dim,
+        intermediate_size=facts.intermediate_size,
+        rms_norm_eps=facts.rms_norm_eps,
+        max_position_embeddings=facts.max_position_embeddings,
+        rope_parameters=facts.rope_parameters,
+    )
+    head = Eagle3Head(config, ids).to(verifier.device)
+    head.initialise(verifier, section.start_from_last_layer)
+    return head
+
+
+def eagle3_layers(section: Eagle3Section, facts: Facts) -> tuple[int, ...]:
+    """The states to read: sorted, distinct, 1 <= i < layers, as engines assume."""
+    n = facts.num_hidden_layers
+    if section.layers is None:
+        layers = (2, n // 2, n - 3)
+        if not 2 < n // 2 < n - 3:
+            raise UserError(f"head.layers: a verifier of {n} layers has no default (2, n//2, n-3); give three indices")
+        return layers
+    if list(section.layers) != sorted(set(section.layers)) or not all(1 <= i < n for i in section.layers):
+        raise UserError(f"head.layers: {list(section.layers)} must ascend, without repeats, between 1 and {n - 1}")
+    return section.layers
+
+
+def build_vocabulary(size: int | None, verifier: Verifier, training: Sequence[Sample]) -> torch.Tensor:
+    vocab_size = verifier.facts.vocab_size
+    if size is None:
+        return torch.arange(vocab_size)
+    pinned = {*verifier.facts.stop_ids, *verifier.tokenizer.all_special_ids}
+    chosen = choose_vocabulary(((s.ids, s.mask) for s in training), size, vocab_size, pinned)
+    say(f"draft vocabulary: {size} of {vocab_size} tokens, {chosen.coverage:.2%} of the supervised ones")
+    return torch.tensor(chosen.ids)
+
+
+def build_settings(recipe: Recipe) -> Settings:
+    fields = Settings.__dataclass_fields__
+    return Settings(**{name: getattr(recipe.training, name) for name in fields})
+
+
+def build_tree(section: ChainSection | StaticSection | DynamicSection) -> AnyTree:
+    if isinstance(section, ChainSection):
+        return chain(section.depth)
+    if isinstance(section, StaticSection):
+        return StaticTree(section.paths)
+    return DynamicTree(section.depth, section.top_k, section.nodes)
+
+
+def build_trees(section: EvaluationSection, head: DraftHead) -> list[AnyTree]:
+    """The recipe's trees, refused where the head cannot draft so deep."""
+    trees = [build_tree(tree) for tree in section.trees]
+    for tree in trees:
+        if head.depth is not None and tree.depth > head.depth:
+            raise UserError(f"evaluation.trees: a {tree.kind} tree of depth {tree.depth} needs as many heads; this one has "
+                            f"{head.depth}")  # fmt: skip
+    return trees
+
+
+def build_prompts(verifier: Verifier, conversations: Sequence[Conversation], limit: int | None) -> list[Prompt]:
+    """Held-out prompts: each conversation up to its last question. A limit takes every n-th, so all categories stay."""
+    chosen = conversations if limit is None else conversations[:: max(1, len(conversations) // limit)][:limit]
+    prompts = []
+    for conversation in chosen:
+        messages = list(conversation.messages)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if messages:
+            ids = prompt_ids(verifier.tokenizer, messages, conversation.tools)
+            prompts.append(Prompt(ids, conversation.id, conversation.category, str(messages[-1]["content"])))
+    if not prompts:
+        raise UserError("evaluation: no held-out conversation asks a question")
+    return prompts
+
+
+def build_evaluator(recipe: Recipe, verifier: Verifier, conversations: Sequence[Conversation]) -> Evaluator:
+    section = recipe.evaluation
+    prompts = build_prompts(verifier, conversations, section.prompts)
+    limit = verifier.facts.max_position_embeddings
+    for prompt in prompts:
+        if len(prompt.ids) + section.max_new_tokens > limit:
+            raise UserError(f"evaluation: prompt {prompt.id} has {len(prompt.ids)} tokens; with max_new_tokens="
+                            f"{section.max_new_tokens} it passes the verifier's limit of {limit}")  # fmt: skip
+    return Evaluator(verifier, prompts, section.max_new_tokens, section.batch, section.timing_prompts, section.timing_repeats)

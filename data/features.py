@@ -1,0 +1,88 @@
+"""The verifier's hidden states for training: computed anew for every batch, or once and kept in memory."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..heads.base import Batch, shifted
+from ..heads.verifier import Features, Verifier
+from .chat import Sample
+from .packing import collate, split_by_tokens
+
+
+class FeatureSource(ABC):
+    """Batches with the verifier states a head needs."""
+
+    @abstractmethod
+    def load(self, indices: Sequence[int]) -> tuple[Batch, Features]:
+        """The batch of these samples and its features."""
+
+
+class OnlineFeatures(FeatureSource):
+    """Run the verifier for every batch: no memory, no disk, the verifier's time every epoch."""
+
+    def __init__(self, verifier: Verifier, samples: Sequence[Sample], layers: Sequence[int]) -> None:
+        self.verifier, self.samples, self.layers = verifier, samples, layers
+
+    def load(self, indices: Sequence[int]) -> tuple[Batch, Features]:
+        batch = collate([self.samples[i] for i in indices], self.verifier.device)
+        return batch, compute(self.verifier, batch, self.layers)
+
+
+class MemoryFeatures(FeatureSource):
+    """Run the verifier once over all samples and keep its states, unpadded, in main memory."""
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        samples: Sequence[Sample],
+        layers: Sequence[int],
+        batch_tokens: int,
+        known: Sequence[Features | None] | None = None,
+        on_tokens: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """known: features that are there already, an entry a sample; only the others are computed."""
+        self.samples, self.layers, self.device = samples, tuple(layers), verifier.device
+        self.kept: list[Features | None] = list(known) if known is not None else [None] * len(samples)
+        lengths = [len(sample.ids) for sample in samples]
+        order = sorted((i for i, kept in enumerate(self.kept) if kept is None), key=lambda i: lengths[i])
+        if not order:
+            return
+        for indices in split_by_tokens(order, lengths, batch_tokens):
+            batch, features = OnlineFeatures(verifier, samples, layers).load(indices)
+            for row, i in enumerate(indices):
+                self.kept[i] = crop(features, row, lengths[i])
+            on_tokens(int(batch.lengths.sum()))
+
+    def load(self, indices: Sequence[int]) -> tuple[Batch, Features]:
+        batch = collate([self.samples[i] for i in indices], self.device)
+        kept = [features for i in indices if (features := self.kept[i]) is not None]
+        last = pad([f.last for f in kept], 0.0)
+        layers = pad([f.layers for f in kept], 0.0)
+        choice = pad([f.choice for f in kept if f.choice is not None], -1)
+        return batch, Features(last.to(self.device), layers.to(self.device), choice.to(self.device))
+
+
+def compute(verifier: Verifier, batch: Batch, layers: Sequence[int]) -> Features:
+    """Features of a batch, with the verifier's own choice wherever the next token is an answer's."""
+    features = verifier.features(batch.ids, layers)
+    wanted = shifted(batch.mask, 1, False)
+    choice = torch.full_like(batch.ids, -1)
+    rows = [verifier.logits(part).argmax(-1) for part in features.last[wanted].split(512)]
+    if rows:
+        choice[wanted] = torch.cat(rows)
+    return Features(features.last, features.layers, choice)
+
+
+def crop(features: Features, row: int, length: int) -> Features:
+    """One sample's features without padding, in main memory (a copy: a view would keep the whole batch alive)."""
+    assert features.choice is not None
+    parts = (features.last, features.layers, features.choice)
+    last, layers, choice = (part[row, :length].to("cpu", copy=True) for part in parts)
+    return Features(last, layers, choice)
+
+
+def pad(parts: list[Tensor], value: float) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=value)

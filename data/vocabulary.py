@@ -1,0 +1,41 @@
+"""The draft vocabulary: which of the verifier's tokens a head may propose."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..errors import UserError
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """ids: the kept verifier ids, ascending; coverage: share of the supervised tokens that they cover."""
+
+    ids: list[int]
+    coverage: float
+
+
+def choose_vocabulary(
+    samples: Iterable[tuple[Sequence[int], Sequence[bool]]], size: int, vocab_size: int, pinned: Iterable[int]
+) -> DraftVocabulary:
+    """The `size` most frequent supervised tokens of `samples` (ids, mask), all `pinned` ids among them.
+
+    pinned: stop tokens and other special ids, kept whatever their count: a small or truncated corpus may not show them.
+    Where fewer different tokens occur, the lowest unseen ids fill up: byte-pair merges are numbered by frequency.
+    Raises UserError when `size` cannot hold the pinned ids or exceeds the vocabulary.
+    """
+    kept = sorted(set(pinned))
+    if not len(kept) <= size <= vocab_size:
+        raise UserError(f"draft vocabulary of {size}: must hold the {len(kept)} special tokens and fit in the verifier's "
+                        f"{vocab_size}")  # fmt: skip
+    counts: Counter[int] = Counter()
+    for ids, mask in samples:
+        counts.update(token for token, learned in zip(ids, mask, strict=True) if learned)
+    chosen = set(kept)
+    by_count = sorted(counts, key=lambda token: (-counts[token], token))
+    for token in [*by_count, *range(vocab_size)]:
+        if len(chosen) == size:
+            break
+        chosen.add(token)
+    covered = sum(count for token, count in counts.items() if token in chosen)
+    return DraftVocabulary(sorted(chosen), covered / max(counts.total(), 1))

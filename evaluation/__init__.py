@@ -1,0 +1,1 @@
+"""Trees, verification, the decoding loop, metrics and the report."""

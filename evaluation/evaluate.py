@@ -1,0 +1,177 @@
+"""Judge heads by real decoding: the same prompts, plain and speculative, in one process, compared token by token."""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..heads.base import Batch, DraftHead, shifted
+from ..heads.verifier import Verifier
+from .decode import Decoded, speculate
+from .metrics import acceptance, by_category, by_context
+from .tree import AnyTree, chain
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is decoded: token ids, and the words for people who read the results."""
+
+    ids: list[int]
+    id: str
+    category: str | None
+    text: str
+
+
+class Evaluator:
+    """Prompts with the verifier's own answers, decoded once, that any number of heads and trees are compared with."""
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int,
+        batch: int = 1,
+        timing_prompts: int = 0,
+        timing_repeats: int = 3,
+        on_prompts: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        self.verifier, self.max_new_tokens = verifier, max_new_tokens
+        # like lengths go together, yet any first few are a fair sample
+        self.prompts, self.batch = list(prompts), batch
+        self.timing_prompts, self.timing_repeats = timing_prompts, timing_repeats
+        self.on_prompts = on_prompts
+
+    def decode(
+        self, head: DraftHead | None, tree: AnyTree, prompts: Sequence[Prompt], batch: int
+    ) -> tuple[list[Decoded], dict[str, float]]:
+        """Answers in the order of `prompts`, and seconds by part."""
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+        done: dict[int, Decoded] = {}
+        seconds: dict[str, float] = {}
+        for start in range(0, len(order), batch):
+            part = order[start : start + batch]
+            decoded, spent = speculate(self.verifier, head, tree, [prompts[i].ids for i in part], self.max_new_tokens)
+            done |= dict(zip(part, decoded, strict=True))
+            seconds = {name: seconds.get(name, 0.0) + value for name, value in spent.items()}
+            self.on_prompts(len(part))
+        return [done[i] for i in range(len(prompts))], seconds
+
+    @cached_property
+    def plain(self) -> list[Decoded]:
+        """The verifier alone, through the same loop and the same kind of cache."""
+        return self.decode(None, chain(0), self.prompts, self.batch)[0]
+
+    def evaluate(self, head: DraftHead, trees: Sequence[AnyTree]) -> list[dict[str, Any]]:
+        """One result of evaluation.json for each tree."""
+        alpha = self.alpha(head)
+        timings = self.time(head, trees)
+        return [self._result(head, tree, alpha, timing) for tree, timing in zip(trees, timings, strict=True)]
+
+    def acceptance(self, head: DraftHead, tree: AnyTree) -> dict[str, Any]:
+        """Only the acceptance metrics of one tree, for a look during training."""
+        decoded, _ = self.decode(head, tree, self.prompts, self.batch)
+        return acceptance([r for answer in decoded for r in answer.rounds], tree.depth)
+
+    def _result(self, head: DraftHead, tree: AnyTree, alpha: float | None, timing: dict[str, Any]) -> dict[str, Any]:
+        decoded, seconds = self.decode(head, tree, self.prompts, self.batch)
+        divergences = list(self._divergences(decoded))
+        metrics = acceptance([r for answer in decoded for r in answer.rounds], tree.depth)
+        if tree.kind != "chain":
+            metrics["conditional"] = None  # only on a chain is it a property of one distribution
+        timed = timing or {"speedup": None, "seconds": {**seconds, "plain": None}}
+        tau, speedup = metrics["tau"], timed["speedup"]
+        return {
+            "tree": tree.describe(),
+            "temperature": 0.0,
+            **metrics,
+            "alpha": alpha,
+            "identical_to_greedy": not divergences,
+            "divergences": divergences,
+            "overhead": tau / speedup if tau and speedup else None,
+            **timed,
+            "by_category": by_category(decoded, [prompt.category for prompt in self.prompts]),
+            "by_context": by_context(decoded),
+            "example": self._example(decoded),
+        }
+
+    def _divergences(self, decoded: Sequence[Decoded]) -> Iterator[dict[str, Any]]:
+        """Where an answer leaves the verifier's own, and by how much the verifier preferred its first choice there."""
+        for prompt, mine, plain in zip(self.prompts, decoded, self.plain, strict=True):
+            if mine.tokens == plain.tokens:
+                continue
+            pairs = zip(mine.tokens, plain.tokens, strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(mine.tokens), len(plain.tokens)))
+            ids = torch.tensor([prompt.ids + plain.tokens[:at]], device=self.verifier.device)
+            top = self.verifier.logits(self.verifier.features(ids).last[0, -1]).float().topk(2).values
+            yield {"prompt": prompt.id, "position": at, "gap": (top[0] - top[1]).item()}
+
+    def time(self, head: DraftHead, trees: Sequence[AnyTree]) -> list[dict[str, Any]]:
+        """Speed-up of each tree: medians over repeats that take turns, one prompt at a time, after a warm-up."""
+        if not self.timing_prompts:
+            return [{} for _ in trees]
+        prompts = self.prompts[:: max(1, len(self.prompts) // self.timing_prompts)][: self.timing_prompts]
+        contenders: list[tuple[DraftHead | None, AnyTree]] = [(None, chain(0)), *((head, tree) for tree in trees)]
+        for contender in contenders:
+            self.decode(*contender, prompts[:1], 1)
+        runs = [[self.decode(*contender, prompts, 1)[1] for contender in contenders] for _ in range(self.timing_repeats)]
+        totals = [statistics.median(sum(run[i].values()) for run in runs) for i in range(len(contenders))]
+        return [
+            {
+                "speedup": totals[0] / totals[i],
+                "seconds": {part: statistics.median(run[i][part] for run in runs) for part in runs[0][i]}
+                | {"plain": totals[0]},
+                "timing": {"prompts": len(prompts), "repeats": self.timing_repeats, "batch": 1},
+            }
+            for i in range(1, len(contenders))
+        ]
+
+    @torch.no_grad()
+    def alpha(self, head: DraftHead) -> float | None:
+        """E[Σ_v min(p, q)] of the first draft on the verifier's own answers; None when no answer is long enough."""
+        total, count = 0.0, 0
+        for prompt, answer in zip(self.prompts, self.plain, strict=True):
+            ids = torch.tensor([prompt.ids + answer.tokens], device=self.verifier.device)
+            mask = torch.zeros_like(ids, dtype=torch.bool)
+            mask[:, len(prompt.ids) :] = True
+            batch = Batch(ids, mask, torch.tensor([ids.shape[1]], device=ids.device))
+            where = shifted(mask, 1, False) & shifted(mask, 2, False)
+            if not bool(where.any()):
+                continue
+            features = self.verifier.features(ids, head.needs)
+            p = self.verifier.logits(shifted(features.last, 1, 0.0)[where]).float().softmax(-1)[:, head.target_ids]
+            q = head.first_draft(batch, features, self.verifier, where).exp()
+            total += torch.minimum(p, q).sum().item()
+            count += len(q)
+        return total / count if count else None
+
+    def _example(self, decoded: Sequence[Decoded]) -> dict[str, Any] | None:
+        """The decoded sample to show: the one with the middle number of tokens a round, so it flatters nobody."""
+        rated = sorted((len(d.tokens) / len(d.rounds), i) for i, d in enumerate(decoded) if len(d.rounds) >= 8)
+        if not rated or self.verifier.tokenizer is None:
+            return None
+        i = rated[len(rated) // 2][1]
+        prompt, answer = self.prompts[i], decoded[i]
+        rounds = [0] + [number + 1 for number, r in enumerate(answer.rounds) for _ in range(r.emitted)]
+        texts = pieces(self.verifier.tokenizer, answer.tokens)
+        tokens = [
+            {"text": text, "source": source, "round": number}
+            for text, source, number in zip(texts, answer.sources, rounds, strict=True)
+        ]
+        return {"id": prompt.id, "category": prompt.category, "prompt": prompt.text, "tokens": tokens}
+
+
+def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text each token adds: a character of several tokens appears with its last one."""
+    texts = []
+    shown = ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end])
+        if not text.endswith("\ufffd") or end == len(ids):
+            texts.append(text[len(shown) :])
+            shown = text
+        else:
+            texts.append("")
+    return texts

@@ -1,0 +1,353 @@
+"""report.html: one page, complete in itself, about one or more run folders.
+
+It reads files alone (no model, no torch) and draws the same page from the same files.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .. import __version__
+from ..errors import UserError
+from ..heads.files import write_text
+from . import plots
+from .plots import Series
+
+WRITERS = {
+    "recipe.yaml": "a run folder has one: `headstart train` writes it",
+    "metrics.jsonl": "`headstart train` writes it",
+    "evaluation.json": "`headstart eval` writes it",
+}
+SETTINGS = ("verifier", "prompts", "max_new_tokens", "dtype", "device")  # what must agree before two runs are compared
+
+
+class Model(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class HeldOut(Model):
+    tau: float | None = None
+
+
+class Step(Model):
+    """A line of metrics.jsonl."""
+
+    step: int
+    loss: float | None = None
+    loss_by_depth: list[float] = []
+    supervised_tokens: int = 0
+    seconds: float | None = None
+    held_out: HeldOut | None = None
+
+
+class Tree(Model):
+    kind: str
+    depth: int
+    nodes: int
+    top_k: int | None = None
+
+    def __str__(self) -> str:
+        width = f", top-k {self.top_k}" if self.top_k else ""
+        return f"{self.kind}, depth {self.depth}" + ("" if self.kind == "chain" else f"{width}, {self.nodes} nodes")
+
+
+class Slice(Model):
+    tau: float | None
+    rounds: int
+    emitted: int
+
+
+class Token(Model):
+    text: str
+    source: Literal["drafted", "bonus", "prefill"]
+    round: int
+
+
+class Example(Model):
+    id: str
+    category: str | None = None
+    prompt: str
+    tokens: Annotated[list[Token], Field(min_length=1)]
+
+    @property
+    def rounds(self) -> int:
+        return max(token.round for token in self.tokens)
+
+    @property
+    def emitted(self) -> int:
+        return sum(token.source != "prefill" for token in self.tokens)
+
+
+class Divergence(Model):
+    prompt: str
+    position: int
+    gap: float
+
+
+class Timing(Model):
+    prompts: int
+    repeats: int
+    batch: int
+
+
+class Result(Model):
+    """One tree at one temperature; names as in evaluation.json."""
+
+    tree: Tree
+    temperature: float
+    rounds: int
+    emitted: int
+    drafted: int
+    accepted: int
+    tau: float | None
+    survival: list[float | None]
+    conditional: list[float | None] | None = None
+    draft_acceptance_rate: float | None = None
+    alpha: float | None = None
+    identical_to_greedy: bool | None = None
+    divergences: list[Divergence] = []
+    speedup: float | None = None
+    overhead: float | None = None
+    seconds: dict[str, float | None] = {}
+    timing: Timing | None = None
+    accepted_histogram: list[int] = []
+    by_category: dict[str, Slice] = {}
+    by_context: dict[str, Slice] = {}
+    example: Example | None = None
+
+    @property
+    def label(self) -> str:
+        return str(self.tree) + (f", T {self.temperature:g}" if self.temperature else "")
+
+
+class Head(Model):
+    kind: str
+    parameters: int | None = None
+
+
+class Evaluation(Model):
+    verifier: str
+    head: Head
+    prompts: int
+    max_new_tokens: int
+    dtype: str
+    device: str
+    versions: dict[str, str] = {}
+    results: Annotated[list[Result], Field(min_length=1)]
+
+
+@dataclass
+class Run:
+    """A run folder's content. label: the head's kind, with the folder where that is not enough."""
+
+    folder: Path
+    recipe: str
+    metrics: list[Step]
+    evaluation: Evaluation
+    label: str = ""
+    color: str = ""
+
+    @property
+    def best(self) -> Result:
+        return max(self.evaluation.results, key=lambda result: result.tau or 0.0)
+
+    @property
+    def fastest(self) -> Result:
+        return max(self.evaluation.results, key=lambda result: result.speedup or 0.0)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """name: of its file under plots/; wide: whether it wants the page's whole width."""
+
+    name: str
+    caption: str
+    svg: Markup
+    png: bytes
+
+
+def write_report(run_folders: Sequence[Path], output: Path) -> Path:
+    """Write the page about the runs to `output`, and its pictures to `plots/*.png` beside it. Returns `output`.
+
+    Raises UserError when a run folder lacks a file, or a file cannot be read.
+    """
+    if not run_folders:
+        raise UserError("no run folders are given to report on")
+    runs = label([read_run(Path(folder)) for folder in run_folders])
+    with plots.style():
+        pictures = draw(runs)
+    differing = [name for name in SETTINGS if len({getattr(run.evaluation, name) for run in runs}) > 1]
+    page = environment().get_template("report.html.j2").render(
+        runs=runs, pictures=pictures, differing=differing, settings=SETTINGS, version=__version__
+    )  # fmt: skip
+    try:
+        for picture in pictures:
+            write_bytes(output.parent / "plots" / f"{picture.name}.png", picture.png)
+        write_text(output, page)
+    except OSError as error:
+        raise UserError(f"{output}: cannot write the report: {error.strerror or error}") from None
+    return output
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+def read_run(folder: Path) -> Run:
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such run folder")
+    recipe, metrics, evaluation = (read_text(folder / name) for name in WRITERS)
+    lines = list(enumerate(metrics.splitlines(), 1))
+    return Run(
+        folder,
+        recipe,
+        [parse(Step, line, f"{folder / 'metrics.jsonl'}:{number}") for number, line in lines if line.strip()],
+        parse(Evaluation, evaluation, str(folder / "evaluation.json")),
+    )
+
+
+def read_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; {WRITERS[path.name]}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot read it: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not UTF-8 text") from None
+    if not text.strip():
+        raise UserError(f"{path}: the file is empty; {WRITERS[path.name]}")
+    return text
+
+
+Parsed = TypeVar("Parsed", bound=Model)
+
+
+def parse(model: type[Parsed], text: str, where: str) -> Parsed:
+    try:
+        return model.model_validate(json.loads(text))
+    except json.JSONDecodeError as error:
+        place = where if where.rpartition(":")[2].isdigit() else f"{where}:{error.lineno}"
+        raise UserError(f"{place}: not JSON: {error.msg}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(f"{where}: {key + ': ' if key else ''}{first['msg']}") from None
+
+
+def label(runs: list[Run]) -> list[Run]:
+    """Name the runs by the shortest of kind, folder name and path that tells them apart, and colour them."""
+    names: list[Callable[[Run], str]] = [
+        lambda run: run.evaluation.head.kind,
+        lambda run: f"{run.evaluation.head.kind} ({run.folder.resolve().name})",
+        lambda run: f"{run.evaluation.head.kind} ({run.folder})",
+    ]
+    name = next((name for name in names if len({name(run) for run in runs}) == len(runs)), names[-1])
+    for i, run in enumerate(runs):
+        run.label, run.color = name(run), plots.HUES[i % len(plots.HUES)]
+    return runs
+
+
+def draw(runs: Sequence[Run]) -> list[Picture]:
+    """Every picture that the files have numbers for."""
+    pictures = []
+
+    def add(name: str, figure: Any, caption: str) -> None:
+        pictures.append(
+            Picture(name, caption, Markup(plots.to_svg(figure, name, caption)), plots.to_png(figure))  # noqa: S704
+        )
+
+    for i, run in enumerate(runs, 1):
+        if curves := training_curves(run):
+            caption = "Training loss, with its terms by draft depth; below it tau in real decoding of held-out prompts."
+            name = "training" if len(runs) == 1 else f"training-{i}"
+            add(name, plots.training(f"Training: {run.label}", run.color, *curves), caption)
+    if survival := series_of(runs, lambda r: {str(i): s for i, s in enumerate(r.survival, 1) if s is not None}):
+        caption = "Share of rounds whose first drafts, up to this position, were all accepted."
+        add("survival", plots.lines("Survival by draft position", "draft position", "", survival), caption)
+    if histogram := series_of(runs, lambda r: dict(enumerate_shares(r.accepted_histogram))):
+        caption = "How many drafts a round accepts: the more to the right, the fewer verifier passes."
+        add("accepted", plots.bars("Accepted drafts a round", "accepted drafts", "", histogram), caption)
+    if categories := series_of(runs, lambda r: taus(r.by_category), best=True):
+        caption = "Mean tokens a round by the kind of prompt; each head with its best tree."
+        add("categories", plots.levels("tau by category", "tau", categories), caption)
+    contexts = series_of(runs, lambda r: taus(r.by_context), best=True)
+    if any(len(one.values) > 1 for one in contexts):
+        caption = "Mean tokens a round by the number of tokens before it; each head with its best tree."
+        add("contexts", plots.levels("tau by context length", "tau", contexts), caption)
+    if rows := [(name(runs, run, r), parts) for run in runs for r in run.evaluation.results if (parts := parts_of(r))]:
+        caption = "Where the wall time of speculative decoding goes."
+        add("time", plots.shares("Time shares", rows), caption)
+    return pictures
+
+
+def training_curves(run: Run) -> Any:
+    loss = [(line.step, line.loss) for line in run.metrics if line.loss is not None]
+    by_depth = [(line.step, line.loss_by_depth) for line in run.metrics if line.loss_by_depth]
+    held_out = [(line.step, line.held_out.tau) for line in run.metrics if line.held_out and line.held_out.tau is not None]
+    return (loss, by_depth, held_out) if loss or held_out else None
+
+
+def series_of(runs: Sequence[Run], values: Callable[[Result], dict[str, float]], best: bool = False) -> list[Series]:
+    """One series for each result that has values (best: only for each run's best tree)."""
+    return [
+        Series(name(runs, run, result), run.color, 0 if best else style, found)
+        for run in runs
+        for style, result in enumerate([run.best] if best else run.evaluation.results)
+        if (found := values(result))
+    ]
+
+
+def name(runs: Sequence[Run], run: Run, result: Result) -> str:
+    return f"{run.label} · {result.label}"
+
+
+def enumerate_shares(counts: Sequence[int]) -> list[tuple[str, float]]:
+    total = sum(counts)
+    return [(str(i), count / total) for i, count in enumerate(counts)] if total else []
+
+
+def taus(slices: dict[str, Slice]) -> dict[str, float]:
+    return {key: part.tau for key, part in slices.items() if part.tau is not None}
+
+
+def parts_of(result: Result) -> dict[str, float]:
+    return {part: seconds for part in plots.PARTS if (seconds := result.seconds.get(part))}
+
+
+def environment() -> Environment:
+    env = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    env.filters |= {"fixed": fixed, "count": "{:,}".format, "short": short, "duration": duration}
+    return env
+
+
+def fixed(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def short(count: int) -> str:
+    """9500000 -> 9.5M"""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

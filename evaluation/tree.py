@@ -1,0 +1,145 @@
+"""Draft trees: which nodes a round proposes, in breadth-first order, parents first; node 0 is the token already decided.
+
+Shapes: B rows, N nodes (the root included), M nodes of one level, k children a node, Q columns of the head's vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from ..heads.base import DraftSession
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One tree a row. ids: [B, N] verifier ids; parents: [B, N], -1 for the root; depth: [B, N]; seen: bool [B, N, N]."""
+
+    ids: Tensor
+    parents: Tensor
+    depth: Tensor
+    seen: Tensor
+
+
+@dataclass(frozen=True)
+class Level:
+    """The nodes of one depth of a static tree. slots, ranks: which expanded node of the level above, and its how-manieth
+    child; expand: which of these nodes have children; parents: of those, the parent among all expanded nodes (-1: root)."""
+
+    slots: list[int]
+    ranks: list[int]
+    expand: list[int]
+    parents: list[int]
+
+
+class StaticTree:
+    """A fixed shape, given as paths of child ranks: [0] is the root's likeliest child, [0, 1] its second likeliest child."""
+
+    def __init__(self, paths: Sequence[Sequence[int]], kind: str = "static") -> None:
+        self.kind = kind
+        self.paths = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
+        index = {(): 0} | {path: i + 1 for i, path in enumerate(self.paths)}
+        for path in self.paths:
+            if path[:-1] not in index:
+                raise UserError(f"static tree: path {list(path)} has no parent {list(path[:-1])} among the paths")
+        self.depth = max((len(path) for path in self.paths), default=0)
+        self.nodes = len(self.paths) + 1
+        self.parents = torch.tensor([-1] + [index[path[:-1]] for path in self.paths])[None]
+        self.depths = torch.tensor([0] + [len(path) for path in self.paths])[None]
+        self.seen = ancestry(self.parents, self.depth)
+        self.levels = self._levels()
+
+    def _levels(self) -> list[Level]:
+        inner = {path[:-1] for path in self.paths}
+        expanded = {path: i for i, path in enumerate(path for path in self.paths if path in inner)}
+        above: list[tuple[int, ...]] = [()]
+        levels = []
+        for depth in range(1, self.depth + 1):
+            here = [path for path in self.paths if len(path) == depth]
+            slots = [above.index(path[:-1]) for path in here]
+            above = [path for path in here if path in inner]
+            parents = [expanded.get(path[:-1], -1) for path in above]
+            levels.append(Level(slots, [path[-1] for path in here], [here.index(path) for path in above], parents))
+        return levels
+
+    def describe(self) -> dict[str, object]:
+        base = {"kind": self.kind, "depth": self.depth, "nodes": self.nodes}
+        return base if self.kind == "chain" else base | {"paths": [list(path) for path in self.paths]}
+
+    def grow(self, session: DraftSession, root: Tensor, log_q: Tensor, target_ids: Tensor) -> Tree:
+        """Fill the shape. root: [B] ids; log_q: [B, Q] of the root's children."""
+        device, batch = root.device, len(root)
+        ids = [root[:, None]]
+        choices = log_q[:, None]
+        for level in self.levels:
+            ranked = choices.topk(max(level.ranks) + 1).indices  # [B, M, k]
+            ids.append(target_ids[ranked[:, level.slots, level.ranks]])
+            if level.expand:
+                parents = torch.tensor(level.parents, device=device).expand(batch, -1)
+                choices = session.expand(ids[-1][:, level.expand], parents)
+        return Tree(torch.cat(ids, 1), self.parents.to(device), self.depths.to(device), self.seen.to(device))
+
+
+def chain(depth: int) -> StaticTree:
+    """A tree of width one; depth 0 is plain decoding."""
+    return StaticTree([[0] * length for length in range(1, depth + 1)], kind="chain")
+
+
+class DynamicTree:
+    """EAGLE-2's tree: a beam of `top_k` grows for `depth` levels, then the `nodes` most probable nodes stay (root included)."""
+
+    kind = "dynamic"
+
+    def __init__(self, depth: int, top_k: int, nodes: int) -> None:
+        self.depth, self.top_k = depth, top_k
+        self.nodes = min(nodes, 1 + top_k + (depth - 1) * top_k**2)
+
+    def describe(self) -> dict[str, object]:
+        return {"kind": self.kind, "depth": self.depth, "top_k": self.top_k, "nodes": self.nodes}
+
+    def grow(self, session: DraftSession, root: Tensor, log_q: Tensor, target_ids: Tensor) -> Tree:
+        """Grow from the root's children. root: [B] ids; log_q: [B, Q]. Scores are cumulative log q in float32."""
+        batch, k, device = len(root), self.top_k, root.device
+        scores, columns = log_q.topk(k)
+        pool_ids, pool_scores = [root[:, None], target_ids[columns]], [scores]
+        pool_parents = [torch.full((batch, 1), -1, device=device), torch.zeros(batch, k, dtype=torch.long, device=device)]
+        beam = torch.arange(1, k + 1, device=device).expand(batch, k)  # indices into the pool
+        beam_scores, beam_ids = scores, pool_ids[-1]
+        parents = torch.full((batch, k), -1, device=device)  # indices among expanded nodes
+        for level in range(1, self.depth):
+            step, columns = session.expand(beam_ids, parents).topk(k)  # [B, k, k]
+            scores = (beam_scores[:, :, None] + step).flatten(1)
+            ids = target_ids[columns].flatten(1)
+            pool_ids.append(ids)
+            pool_scores.append(scores)
+            pool_parents.append(beam.repeat_interleave(k, 1))
+            best = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
+            beam = best + 1 + k + (level - 1) * k * k
+            parents = best // k + (level - 1) * k
+            beam_scores, beam_ids = scores.gather(1, best), ids.gather(1, best)
+        return self._prune(torch.cat(pool_ids, 1), torch.cat(pool_parents, 1), torch.cat(pool_scores, 1))
+
+    def _prune(self, ids: Tensor, parents: Tensor, scores: Tensor) -> Tree:
+        """Keep the root and the best nodes. Ties go to the earlier one, so a child never survives its parent."""
+        best = scores.argsort(dim=1, descending=True, stable=True)[:, : self.nodes - 1] + 1
+        kept = torch.cat([torch.zeros_like(best[:, :1]), best.sort(1).values], 1)  # insertion order: parents first
+        place = torch.zeros_like(ids).scatter_(1, kept, torch.arange(kept.shape[1], device=ids.device).expand_as(kept))
+        old = parents.gather(1, kept)
+        parents = torch.where(old < 0, -1, place.gather(1, old.clamp(min=0)))
+        seen = ancestry(parents, self.depth)
+        return Tree(ids.gather(1, kept), parents, seen.sum(-1) - 1, seen)
+
+
+def ancestry(parents: Tensor, depth: int) -> Tensor:
+    """seen[b, i, j]: j is i or an ancestor of i. parents: [B, N] -> bool [B, N, N]."""
+    own = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)[None]
+    up = parents.clamp(min=0)[:, :, None].expand(-1, -1, parents.shape[1])
+    seen = own.expand(len(parents), -1, -1)
+    for _ in range(depth):
+        seen = own | (seen.gather(1, up) & (parents >= 0)[:, :, None])
+    return seen
+
+
+AnyTree = StaticTree | DynamicTree

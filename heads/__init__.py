@@ -1,0 +1,1 @@
+"""Everything that drafts, and the verifier it drafts for."""

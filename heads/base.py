@@ -1,0 +1,135 @@
+"""What every draft head is: a config, the verifier states it needs, a training loss, and a drafting session.
+
+Shapes: B rows, T tokens, M nodes of one tree level, K depths, d hidden size, Q columns of the head's own vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from ..errors import UserError
+from .losses import HeadLoss
+from .verifier import Facts, Features, Verifier
+
+
+class HeadConfig(BaseModel):
+    """Everything needed to rebuild a head's modules; saved beside its weights."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+    hidden_size: int
+    vocab_size: int  # rows of the verifier's lm_head
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded samples. ids: [B, T]; mask: bool [B, T], true where the token is an answer's, to be learned;
+    lengths: [B]."""
+
+    ids: Tensor
+    mask: Tensor
+    lengths: Tensor
+
+
+class DraftSession(ABC):
+    """One batch of sequences being decoded. Log-probabilities are float32 over the head's own vocabulary."""
+
+    @abstractmethod
+    def observe(self, features: Features, next_ids: Tensor, counts: list[int]) -> Tensor:
+        """Take in newly committed tokens; returns log q [B, Q] for the children of the root.
+
+        features: verifier states [B, T, ...] of the new positions, right-padded to T; next_ids: [B, T], the token that
+        follows each position (the last real one is the root); counts: how many of the T are real, a row.
+        """
+
+    @abstractmethod
+    def expand(self, ids: Tensor, parents: Tensor) -> Tensor:
+        """log q [B, M, Q] for the children of the next tree level's nodes, or of some of them.
+
+        ids: [B, M] node tokens (verifier ids); parents: [B, M], index of each node's parent among all nodes expanded so far
+        in this round (in the order given), -1 for the root.
+        """
+
+    @abstractmethod
+    def keep_rows(self, rows: list[int]) -> None:
+        """Drop all rows but these."""
+
+
+class DraftHead(nn.Module, ABC):
+    """A trainable drafter. `target_ids` [Q] names the verifier id of each column of the head's own vocabulary."""
+
+    kind: ClassVar[str]
+    config: HeadConfig
+    target_ids: Tensor
+
+    @property
+    @abstractmethod
+    def needs(self) -> tuple[int, ...]:
+        """Decoder layers whose entering states the head reads (transformers' hidden_states indices)."""
+
+    @property
+    @abstractmethod
+    def depth(self) -> int | None:
+        """The deepest tree the head can draft; None where it goes on for ever."""
+
+    @abstractmethod
+    def supervised(self, batch: Batch, features: Features) -> Tensor:
+        """bool [K, B, T]: at which positions t each depth has a label to learn (`features.choice` must be there)."""
+
+    @abstractmethod
+    def loss(self, batch: Batch, features: Features, verifier: Verifier) -> HeadLoss:
+        """Loss terms of METHODS, a term for each depth, over supervised positions only."""
+
+    @abstractmethod
+    def first_draft(self, batch: Batch, features: Features, verifier: Verifier, where: Tensor) -> Tensor:
+        """log q [N, Q] of token t + 2, the root's child, at the positions t where `where` [B, T] is true, in row order."""
+
+    @abstractmethod
+    def begin(self, verifier: Verifier, batch: int, capacity: int) -> DraftSession:
+        """Start drafting for `batch` sequences of at most `capacity` tokens."""
+
+
+def columns_of(target_ids: Tensor, vocab_size: int) -> Tensor:
+    """[V]: the head's column of every verifier id, -1 where the head cannot draft it."""
+    columns = torch.full((vocab_size,), -1, dtype=torch.long, device=target_ids.device)
+    columns[target_ids] = torch.arange(len(target_ids), device=target_ids.device)
+    return columns
+
+
+def shifted(x: Tensor, by: int, fill: Any) -> Tensor:
+    """x[:, t + by] at every t, `fill` past the end: a shift never wraps around. x: [B, T, ...]."""
+    out = torch.full_like(x, fill)
+    if by < x.shape[1]:
+        out[:, : x.shape[1] - by] = x[:, by:]
+    return out
+
+
+Builder = Callable[[dict[str, Any]], DraftHead]
+_REGISTRY: dict[str, Builder] = {}
+
+
+def register(kind: str, build: Builder) -> None:
+    """Make a head kind known: `build` turns a saved config into an untrained head."""
+    _REGISTRY[kind] = build
+
+
+def build_head(config: dict[str, Any]) -> DraftHead:
+    """An untrained head from a saved config. Raises UserError for an unknown kind."""
+    kind = config.get("kind")
+    if kind not in _REGISTRY:
+        raise UserError(f"head kind {kind!r} is unknown; known kinds: {', '.join(sorted(_REGISTRY))}")
+    return _REGISTRY[kind](config)
+
+
+def check_fits(config: HeadConfig, facts: Facts, name: str) -> None:
+    """Refuse a head that was made for another verifier."""
+    for field, mine, its in (("hidden size", config.hidden_size, facts.hidden_size),
+                             ("vocabulary", config.vocab_size, facts.vocab_size)):  # fmt: skip
+        if mine != its:
+            raise UserError(f"head and verifier {name} do not fit: the head's {field} is {mine}, the verifier's {its}")

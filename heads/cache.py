@@ -1,0 +1,132 @@
+"""A key/value cache whose rows have lengths of their own: what tree verification and ragged batches need.
+
+Committed tokens of row b lie densely in slots [0, lengths[b]), so a slot is a position. A forward pass of T new tokens writes
+slots lengths[b] .. lengths[b] + T and commits nothing: `commit` keeps the accepted ones and the rest is overwritten next time.
+Sliding-window layers keep every token here and the window lives in the mask, so a rollback never needs what was evicted.
+
+Shapes: B rows, H key/value heads, T new tokens, N uncommitted tokens, S slots, D head size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class RaggedLayer(CacheLayerMixin):
+    """Keys and values [B, H, capacity, D] of one layer, written where the owning cache says."""
+
+    is_sliding = False
+
+    def __init__(self, owner: "RaggedCache") -> None:
+        super().__init__()
+        self.owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        value_states = key_states if value_states is None else value_states
+        b, h, _, _ = key_states.shape
+        self.keys = key_states.new_zeros(b, h, self.owner.capacity, key_states.shape[-1])
+        self.values = value_states.new_zeros(b, h, self.owner.capacity, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write T new tokens; returns every slot that any row uses: [B, H, S, D] twice."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self.owner.write(self.keys, key_states), self.owner.write(self.values, value_states)
+
+    def get_seq_length(self) -> int:
+        return max(self.owner.lengths)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.owner.capacity
+
+    get_max_cache_shape = get_max_length  # its name in older transformers
+
+
+class RaggedCache(Cache):
+    """Key/value cache of `layers` layers and `batch` rows with room for `capacity` tokens a row."""
+
+    def __init__(self, layers: int, batch: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.lengths: list[int] = [0] * batch  # kept on the host: reading them never waits for the device
+        self.pending = 0  # uncommitted tokens a row already holds, where a tree is written level by level
+        super().__init__(layers=[RaggedLayer(self) for _ in range(layers)])
+
+    def write(self, store_BHSD: Tensor, new_BHTD: Tensor) -> Tensor:
+        tokens = new_BHTD.shape[2]
+        end = max(self.lengths) + self.pending + tokens
+        assert end <= self.capacity, f"cache of {self.capacity} slots is too small for {end} tokens"
+        if min(self.lengths) == max(self.lengths):
+            store_BHSD[:, :, end - tokens : end] = new_BHTD
+        else:
+            rows = torch.arange(len(self.lengths), device=store_BHSD.device)[:, None]
+            store_BHSD[rows, :, self.slots(tokens, store_BHSD.device)] = new_BHTD.transpose(1, 2)
+        return store_BHSD[:, :, :end]
+
+    def slots(self, tokens: int, device: torch.device) -> Tensor:
+        """[B, T]: where the next `tokens` tokens of every row go."""
+        starts = torch.tensor(self.lengths, device=device)
+        return starts[:, None] + self.pending + torch.arange(tokens, device=device)
+
+    def commit(self, nodes_BP: Tensor, counts: list[int]) -> None:
+        """Keep, of the uncommitted tokens, nodes_BP[b, : counts[b]] in that order; forget the others.
+
+        nodes_BP: [B, P] indices among the new tokens; entries beyond counts[b] may be any valid index.
+        """
+        device = nodes_BP.device
+        sources = torch.tensor(self.lengths, device=device)[:, None] + nodes_BP
+        targets = self.slots(nodes_BP.shape[1], device)
+        rows = torch.arange(len(counts), device=device)[:, None]
+        for layer in self.layers:
+            for store in (layer.keys, layer.values):
+                # advanced indexing copies first: sources and targets overlap
+                store[rows, :, targets] = store[rows, :, sources]
+        self.advance(counts)
+
+    def advance(self, counts: list[int]) -> None:
+        """Commit the first counts[b] of the uncommitted tokens, which already lie in place."""
+        self.pending = 0
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Drop all rows but these (finished sequences leave the batch)."""
+        self.lengths = [self.lengths[row] for row in rows]
+        for layer in self.layers:
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+
+
+def visible(cache_lengths: list[int], tree_BTN: Tensor, depth_BN: Tensor, window: int | None) -> Tensor:
+    """Which slots each of the last T of N uncommitted tokens sees: bool [B, T, S], S = longest row + N.
+
+    tree_BTN: [B or 1, T, N], entry (i, j) true where token j is query i itself or an ancestor of it.
+    depth_BN: [B or 1, N], distance from the row's length, so an uncommitted token's position is lengths[b] + depth.
+    window: tokens at a distance of `window` or more are hidden (sliding attention); None sees all.
+    """
+    device = tree_BTN.device
+    lengths_B = torch.tensor(cache_lengths, device=device)
+    batch, queries, tokens = len(cache_lengths), tree_BTN.shape[-2], tree_BTN.shape[-1]
+    slots_S = torch.arange(max(cache_lengths) + tokens, device=device)
+    new_BS = slots_S[None] - lengths_B[:, None]  # index among the uncommitted tokens, negative for committed ones
+    index = new_BS.clamp(0, tokens - 1)[:, None, :].expand(batch, queries, -1)
+    seen = torch.gather(tree_BTN.expand(batch, -1, -1), 2, index)
+    seen = torch.where((new_BS < 0)[:, None], True, seen & (new_BS < tokens)[:, None])
+    if window is None:
+        return seen
+    depth_BN = depth_BN.expand(batch, -1)
+    new_position = lengths_B[:, None] + torch.gather(depth_BN, 1, index[:, 0])
+    key_position_BS = torch.where(new_BS < 0, slots_S[None], new_position)
+    query_position_BT = lengths_B[:, None] + depth_BN[:, -queries:]
+    return seen & (query_position_BT[:, :, None] - key_position_BS[:, None, :] < window)
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bool mask [B, T, S] as the additive mask [B, 1, T, S] that every attention implementation takes.
+
+    finfo.min rather than -inf: a padding row that sees nothing stays finite.
+    """
+    return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]

@@ -1,0 +1,46 @@
+"""Save and load draft heads as folders: config.json and model.safetensors, nothing else."""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from ..errors import UserError
+from . import eagle3, medusa  # noqa: F401  (they register their kinds)
+from .base import DraftHead, build_head
+from .files import replace_folder
+
+
+def save_head(head: DraftHead, folder: Path) -> None:
+    """Write the head so that a killed process leaves the old folder or the new one, never a mixture."""
+
+    def write(target: Path) -> None:
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        (target / "config.json").write_text(json.dumps(head.config.model_dump(mode="json"), indent=2) + "\n")
+
+    replace_folder(folder, write)
+
+
+def load_head(folder: Path) -> DraftHead:
+    """The head of a folder, in eval mode on the CPU. Raises UserError when the folder holds none or it is damaged."""
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        head = build_head(config)
+        tensors = load_file(folder / "model.safetensors")
+    except FileNotFoundError as error:
+        raise UserError(f"{folder}: not a draft head: {Path(str(error.filename)).name} is missing") from None
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
+    except Exception as error:
+        raise UserError(f"{folder}: not a readable draft head: {str(error).splitlines()[0]}") from error
+    own = head.state_dict()
+    for name in sorted(own.keys() | tensors.keys()):
+        if name not in own or name not in tensors:
+            raise UserError(f"{folder}/model.safetensors: tensor {name} is {'missing' if name in own else 'unknown'}")
+        if own[name].shape != tensors[name].shape:
+            raise UserError(f"{folder}/model.safetensors: tensor {name} is {list(tensors[name].shape)}, the config says "
+                            f"{list(own[name].shape)}")  # fmt: skip
+    head.load_state_dict(tensors)
+    return head.eval()

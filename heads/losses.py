@@ -1,0 +1,88 @@
+"""Cross-entropy through a large vocabulary without ever holding [rows, vocabulary] logits.
+
+Shapes: N rows, d hidden size, V columns (the head's vocabulary, pruned or whole), M teacher rows.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_ROWS = 256  # rows of logits in memory at once: large enough for a full-speed matrix product
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """Loss terms of one batch, a term for each depth k, as sums so that several batches can share one normalisation.
+
+    sums: [K] with gradients; counts: [K] supervised labels behind each sum; correct: [K] labels that the head's first
+    choice hit; weights: [K], the decay of the total.
+    """
+
+    sums: Tensor
+    counts: Tensor
+    correct: Tensor
+    weights: Tensor
+
+    def total(self, counts: Tensor | None = None) -> Tensor:
+        """Σ_k weight_k · sum_k / count_k, exactly 0.0 where nothing is supervised.
+
+        counts: [K], the supervised labels of the whole optimizer step where other batches or ranks belong to it.
+        """
+        counts = self.counts if counts is None else counts
+        return (self.weights * self.sums / counts.clamp(min=1)).sum()
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Gradients are formed chunk by chunk in the forward pass, while the logits exist, and only scaled in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        loss = hidden.new_zeros(())
+        correct = torch.zeros((), dtype=torch.long, device=hidden.device)
+        for start in range(0, hidden.shape[0], CHUNK_ROWS):
+            part = slice(start, start + CHUNK_ROWS)
+            h = hidden[part]
+            log_q = torch.log_softmax(h @ weight.T, -1, dtype=torch.promote_types(hidden.dtype, torch.float32))
+            target = targets[part] if rows is None else targets[rows[part]]
+            if target.dim() == 1:
+                correct += (log_q.argmax(-1) == target).sum()
+                picked = target[:, None]
+                loss -= log_q.gather(1, picked).sum().to(loss.dtype)
+                grad = log_q.exp_()
+                grad.scatter_add_(1, picked, torch.full_like(picked, -1.0, dtype=grad.dtype))
+            else:
+                correct += (log_q.argmax(-1) == target.argmax(-1)).sum()
+                loss -= torch.dot(target.flatten(), log_q.flatten()).to(loss.dtype)
+                grad = log_q.exp_().sub_(target)
+            grad = grad.to(h.dtype)
+            if grad_hidden is not None:
+                torch.matmul(grad, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.T, h)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scale = grads[0]
+        return (
+            None if grad_hidden is None else grad_hidden * scale,
+            None if grad_weight is None else grad_weight * scale,
+            None,
+            None,
+        )
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropy of logits `hidden @ weight.T` and how many rows have the right first choice.
+
+    hidden: [N, d]; weight: [V, d]; targets: labels [N] (long, columns of weight) or probabilities [N, V]; with `rows` [N]
+    the target of row i is targets[rows[i]]. Zero rows give exactly 0.0. Soft targets: the term is -Σ_v p(v) log q(v).
+    """
+    return _LinearCrossEntropy.apply(hidden, weight, targets, rows)

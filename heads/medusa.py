@@ -1,0 +1,162 @@
+"""Medusa heads (Cai 2024): head i reads the verifier's last hidden state at t and predicts token t + 2 + i.
+
+Shapes: B rows, T tokens, K heads, d hidden size, Q columns of the head's vocabulary, N supervised rows.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .base import Batch, DraftHead, DraftSession, HeadConfig, check_fits, columns_of, register, shifted
+from .losses import HeadLoss, linear_cross_entropy
+from .verifier import Features, Verifier
+
+
+class MedusaConfig(HeadConfig):
+    kind: Literal["medusa"] = "medusa"
+    heads: int
+    blocks: int
+    lm_head: Literal["own", "shared"]
+    targets: Literal["hard", "soft"]
+    decay: float
+    draft_vocab_size: int
+
+
+class ResidualBlock(nn.Module):
+    """z + SiLU(W z + b), with W = 0 at the start: every head begins as the verifier's own lm_head."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z + functional.silu(self.linear(z))
+
+
+class MedusaHead(DraftHead):
+    kind = "medusa"
+    config: MedusaConfig
+
+    def __init__(self, config: MedusaConfig, target_ids: Tensor | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.blocks))) for _ in range(config.heads)
+        )
+        ids = torch.arange(config.draft_vocab_size) if target_ids is None else target_ids
+        self.register_buffer("target_ids", ids)
+        if config.lm_head == "own":
+            self.lm_heads = nn.ModuleList(
+                nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) for _ in range(config.heads)
+            )
+
+    @torch.no_grad()
+    def initialise(self, verifier: Verifier) -> None:
+        """Own lm_heads start as the verifier's."""
+        if self.config.lm_head == "own":
+            for weight in self.lm_heads.parameters():
+                weight.copy_(self.verifier_weight(verifier))
+
+    def verifier_weight(self, verifier: Verifier) -> Tensor:
+        """The verifier's lm_head rows of this head's vocabulary: [Q, d], float32."""
+        return verifier.lm_head.weight[self.target_ids].float() * verifier.logit_multiplier
+
+    def output_weights(self, verifier: Verifier) -> list[Tensor]:
+        """The output layer [Q, d] of each head."""
+        if self.config.lm_head == "shared":
+            return [self.verifier_weight(verifier)] * self.config.heads
+        return list(self.lm_heads.parameters())
+
+    @property
+    def needs(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def depth(self) -> int:
+        return self.config.heads
+
+    def supervised(self, batch: Batch, features: Features) -> Tensor:
+        """The mask is read at the label's index, t + 2 + i; a label outside the head's vocabulary is not learned."""
+        assert features.choice is not None
+        columns = columns_of(self.target_ids, self.config.vocab_size)
+        if self.config.targets == "soft":
+            known = (features.choice >= 0) & (columns[features.choice.clamp(min=0)] >= 0)
+            known = shifted(known, 1, False)  # the teacher of token t + 2 sits at t + 1
+        else:
+            known = shifted(columns[batch.ids] >= 0, 2, False)
+        learned = shifted(batch.mask, 2, False) & known
+        return torch.stack([shifted(learned, i, False) for i in range(self.config.heads)])
+
+    def loss(self, batch: Batch, features: Features, verifier: Verifier) -> HeadLoss:
+        supervised = self.supervised(batch, features)
+        weights = self.output_weights(verifier)
+        targets, index = self.targets(batch, features, verifier, supervised)
+        sums, correct = [], []
+        for i, blocks in enumerate(self.blocks):
+            hidden = blocks(features.last[supervised[i]].float())
+            rows = shifted(index, i, -1)[supervised[i]]
+            loss, hits = linear_cross_entropy(hidden, weights[i], targets, rows)
+            sums.append(loss)
+            correct.append(hits)
+        counts = supervised.flatten(1).sum(1)
+        weights = self.config.decay ** torch.arange(self.config.heads, device=counts.device)
+        return HeadLoss(torch.stack(sums), counts, torch.stack(correct), weights)
+
+    def targets(self, batch: Batch, features: Features, verifier: Verifier, supervised: Tensor) -> tuple[Tensor, Tensor]:
+        """Labels [M] or teacher probabilities [M, Q], and index [B, T]: where the target of head 0 at t is among them."""
+        wanted = torch.zeros_like(batch.mask)  # positions t of head 0's targets that any head uses
+        for i, positions in enumerate(supervised):
+            wanted[:, i:] |= positions[:, : wanted.shape[1] - i]
+        index = torch.full_like(batch.ids, -1)
+        index[wanted] = torch.arange(int(wanted.sum()), device=index.device)
+        if self.config.targets == "hard":
+            columns = columns_of(self.target_ids, self.config.vocab_size)
+            return columns[shifted(batch.ids, 2, 0)[wanted]], index
+        teacher = shifted(features.last, 1, 0.0)[wanted]
+        with torch.no_grad():
+            return verifier.logits(teacher, self.target_ids).float().softmax(-1), index
+
+    @torch.no_grad()
+    def first_draft(self, batch: Batch, features: Features, verifier: Verifier, where: Tensor) -> Tensor:
+        return (self.blocks[0](features.last[where].float()) @ self.output_weights(verifier)[0].T).log_softmax(-1)
+
+    def begin(self, verifier: Verifier, batch: int, capacity: int) -> "MedusaSession":
+        check_fits(self.config, verifier.facts, verifier.name)
+        return MedusaSession(self, verifier)
+
+
+class MedusaSession(DraftSession):
+    """All depths are known from one hidden state: every node of a level has the same children."""
+
+    def __init__(self, head: MedusaHead, verifier: Verifier) -> None:
+        self.head = head
+        self.weights = head.output_weights(verifier)
+        self.level = 0
+        self.log_q = torch.empty(0)
+
+    @torch.no_grad()
+    def observe(self, features: Features, next_ids: Tensor, counts: list[int]) -> Tensor:
+        rows = torch.arange(len(counts), device=next_ids.device)
+        hidden = features.last[rows, torch.tensor(counts, device=next_ids.device) - 1].float()
+        logits = [blocks(hidden) @ weight.T for blocks, weight in zip(self.head.blocks, self.weights, strict=True)]
+        self.log_q = torch.stack(logits, 1).log_softmax(-1)  # [B, K, Q]
+        self.level = 0
+        return self.log_q[:, 0]
+
+    def expand(self, ids: Tensor, parents: Tensor) -> Tensor:
+        self.level += 1
+        return self.log_q[:, self.level, None].expand(-1, ids.shape[1], -1)
+
+    def keep_rows(self, rows: list[int]) -> None:
+        self.log_q = self.log_q[rows]
+
+
+def build(config: dict[str, Any]) -> MedusaHead:
+    return MedusaHead(MedusaConfig(**config))
+
+
+register("medusa", build)

@@ -1,0 +1,128 @@
+"""The verbs behind the command line: train a run folder, evaluate a run folder."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .build import (
+    Conversations,
+    build_conversations,
+    build_evaluator,
+    build_head,
+    build_samples,
+    build_settings,
+    build_trees,
+    build_verifier,
+    needed_layers,
+    say,
+)  # fmt: skip
+from .data.chat import Sample
+from .data.features import FeatureSource
+from .data.packing import batch_plan
+from .errors import UserError
+from .heads.base import DraftHead, check_fits
+from .heads.files import write_text
+from .heads.hub import load_head
+from .heads.verifier import Verifier
+from .training.recipe import Recipe, load_recipe, recipe_yaml
+from .training.trainer import fit
+
+
+@dataclass
+class Workshop:
+    """What runs with the same verifier and data can share: built once, from the first recipe."""
+
+    verifier: Verifier
+    conversations: Conversations
+    samples: list[Sample]
+    features: FeatureSource
+    layers: tuple[int, ...]  # that the features hold
+
+
+def open_workshop(recipe: Recipe) -> Workshop:
+    """Load the verifier, read the conversations, have them answered."""
+    conversations = build_conversations(recipe)  # files first: they are the likelier mistake and cost nothing
+    verifier = build_verifier(recipe)
+    samples, features = build_samples(recipe, verifier, conversations.train)
+    tokens, learned = sum(len(s.ids) for s in samples), sum(sum(s.mask) for s in samples)
+    say(f"training on {len(samples)} samples: {tokens} tokens, {learned} supervised")
+    return Workshop(verifier, conversations, samples, features, needed_layers(recipe, verifier))
+
+
+def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) -> None:
+    """Train the recipe's head into the run folder, or go on with what is there. Refuses a folder of another recipe."""
+    claim(run_folder, recipe)
+    workshop = workshop or open_workshop(recipe)
+    verifier, training = workshop.verifier, workshop.samples
+    head = build_head(recipe, verifier, training)
+    evaluator = build_evaluator(recipe, verifier, workshop.conversations.holdout)
+    tree = build_trees(recipe.evaluation, head)[-1]
+    section = recipe.training
+    plan = batch_plan([len(s.ids) for s in training], section.batch_tokens, section.seed, section.steps, section.epochs)
+    assert not head.needs or head.needs == workshop.layers, "the workshop was opened for other layers"
+    fit(
+        head,
+        verifier,
+        workshop.features,
+        plan,
+        build_settings(recipe),
+        run_folder,
+        lambda h: brief(evaluator.acceptance(h, tree)),
+    )
+
+
+def brief(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {name: metrics[name] for name in ("tau", "survival", "rounds", "emitted")}
+
+
+def claim(run_folder: Path, recipe: Recipe) -> None:
+    """Write recipe.yaml, or check that the folder's recipe is this one."""
+    path = run_folder / "recipe.yaml"
+    if path.exists():
+        if differing := differences(load_recipe(path).model_dump(), recipe.model_dump()):
+            raise UserError(f"{run_folder} holds a run of another recipe ({'; '.join(differing)}); choose another run folder "
+                            "or delete it")  # fmt: skip
+        return
+    if run_folder.exists() and any(run_folder.iterdir()):
+        raise UserError(f"{run_folder} is not empty and no run folder (no recipe.yaml in it); choose another")
+    write_text(path, recipe_yaml(recipe))
+
+
+def differences(there: Any, here: Any, key: str = "") -> list[str]:
+    """Dotted keys whose values differ, with both."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = [*there, *(name for name in here if name not in there)]
+        return [d for name in keys for d in differences(there.get(name), here.get(name), f"{key}.{name}".lstrip("."))]
+    return [] if there == here else [f"{key}: {there} there, {here} here"]
+
+
+def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop | None = None) -> dict[str, Any]:
+    """Judge the run's head on the held-out prompts and write evaluation.json. Overrides may change evaluation fields."""
+    recipe = load_recipe(run_folder / "recipe.yaml", overrides)
+    head = load_head(run_folder / "head")
+    holdout = workshop.conversations.holdout if workshop else build_conversations(recipe).holdout
+    verifier = workshop.verifier if workshop else build_verifier(recipe)
+    check_fits(head.config, verifier.facts, verifier.name)
+    evaluator = build_evaluator(recipe, verifier, holdout)
+    start = time.perf_counter()
+    results = evaluator.evaluate(head.to(verifier.device), build_trees(recipe.evaluation, head))
+    evaluation = {
+        "verifier": verifier.name,
+        "head": describe(head),
+        "prompts": len(evaluator.prompts),
+        "max_new_tokens": recipe.evaluation.max_new_tokens,
+        "dtype": str(verifier.dtype).removeprefix("torch."),
+        "device": str(verifier.device),
+        "seconds": round(time.perf_counter() - start, 1),
+        "results": results,
+    }
+    write_text(run_folder / "evaluation.json", json.dumps(evaluation, indent=1) + "\n")
+    return evaluation
+
+
+def describe(head: DraftHead) -> dict[str, Any]:
+    parameters = sum(p.numel() for p in head.parameters())
+    return {"kind": head.kind, "parameters": parameters} | head.config.model_dump(mode="json", exclude={"kind"})

@@ -1,0 +1,43 @@
+"""`headstart quickstart`: train Medusa and EAGLE-3 heads on a real small model, decode held-out prompts, draw the page.
+
+Every stage keeps what it has done (answers in the cache, checkpoints and results in the run folder), so a second call goes on
+where a killed one stopped.
+"""
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from .build import say
+from .evaluation.report import write_report
+from .jobs import Workshop, claim, evaluate, open_workshop, train
+from .tables import results_table
+from .training.recipe import load_recipe, shipped_recipes
+
+HEADS = ("eagle3", "medusa")
+
+
+def quickstart(run_folder: Path, verifier_name: str = "smollm2-135m") -> None:
+    """Run the whole job into run_folder/{eagle3,medusa} and write run_folder/report.html."""
+    recipes = {kind: load_recipe(shipped_recipes()[f"{verifier_name}/{kind}"]) for kind in HEADS}
+    folders = {kind: run_folder / kind for kind in HEADS}
+    for kind, folder in folders.items():
+        claim(folder, recipes[kind])
+    workshop: Workshop | None = None
+    for kind, folder in folders.items():
+        if finished(folder):
+            say(f"{folder}: already trained and evaluated")
+            continue
+        workshop = workshop or open_workshop(recipes[kind])
+        train(recipes[kind], folder, workshop)
+        say(f"evaluating {kind} on held-out prompts")
+        evaluate(folder, workshop=workshop)
+    page = write_report(list(folders.values()), run_folder / "report.html")
+    for folder in folders.values():
+        Console().print(results_table(json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))))
+    print(f"report: {page}")
+
+
+def finished(folder: Path) -> bool:
+    return (folder / "evaluation.json").exists()

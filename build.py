@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,6 +46,7 @@ def say(message: str) -> None:
 class Conversations:
     train: list[Conversation]
     holdout: list[Conversation]
+    skips: Skips  # what was left out, of the files and later of the samples
 
 
 def build_verifier(recipe: Recipe) -> Verifier:
@@ -55,7 +57,7 @@ def build_conversations(recipe: Recipe) -> Conversations:
     """All conversations of the recipe, parted into training and held-out ones."""
     paths = [path for name in recipe.data.train for path in data_paths(name)]
     skips = Skips()
-    rows = list(read_conversations(paths, skips))
+    rows = spread(list(read_conversations(paths, skips)), recipe.data.rows)
     if recipe.data.holdout == "split":
         held = [row.split == "holdout" for row in rows]
     else:
@@ -66,6 +68,7 @@ def build_conversations(recipe: Recipe) -> Conversations:
     parted = Conversations(
         [row for row, out in zip(rows, held, strict=True) if not out],
         [row for row, out in zip(rows, held, strict=True) if out],
+        skips,
     )
     if not parted.train or not parted.holdout:
         raise UserError(f"data.holdout: {recipe.data.holdout} leaves {len(parted.train)} conversations to train on and "
@@ -73,32 +76,35 @@ def build_conversations(recipe: Recipe) -> Conversations:
     return parted
 
 
+def spread(rows: Sequence[Any], limit: int | None) -> list[Any]:
+    """At most `limit` of the rows, evenly spaced, so that every file and category keeps its share."""
+    count = len(rows) if limit is None else min(limit, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
 def data_paths(name: str) -> list[Path]:
     return sorted(PROMPTS.glob("*.jsonl")) if name == "builtin:prompts" else [Path(name).expanduser()]
 
 
-def build_samples(
-    recipe: Recipe, verifier: Verifier, conversations: Sequence[Conversation]
-) -> tuple[list[Sample], FeatureSource]:
+def build_samples(recipe: Recipe, verifier: Verifier, conversations: Conversations) -> tuple[list[Sample], FeatureSource]:
     """Training samples with exact masks (the files' own answers or the verifier's), and where their features come from."""
     data, layers = recipe.data, needed_layers(recipe, verifier)
     if data.answers == "keep":
-        rows = list(samples(verifier.tokenizer, conversations, data.max_length, Skips()))
+        rows = list(samples(verifier.tokenizer, conversations.train, data.max_length, conversations.skips))
         return rows, build_features(recipe, verifier, rows, layers, None)
     store = AnswerStore(cache_folder() / "answers", verifier.fingerprint, data.answer_tokens)
-    turns = sum(max(1, sum(m["role"] == "user" for m in c.messages)) for c in conversations)
+    turns = sum(max(1, sum(m["role"] == "user" for m in c.messages)) for c in conversations.train)
     keep = layers if data.features == "memory" else None
     with progress_bar("verifier answers the prompts: at most", turns * data.answer_tokens, unit="tokens") as bar:
-        answered = regenerate(verifier, conversations, store, data.answer_tokens, data.answer_batch, keep, bar)
+        answered = regenerate(verifier, conversations.train, store, data.answer_tokens, data.answer_batch, keep, bar)
     fitting = [Answered(truncate(a.sample, data.max_length), a.features) for a in answered]
     kept = [a for a in fitting if a.sample.has_supervised]
-    if len(kept) < len(fitting):
-        message = (
-            f"{len(fitting) - len(kept)} of {len(fitting)} rows have no supervised token after max_length={data.max_length}"
-        )
-        if not kept:
-            raise UserError(f"{message}; raise data.max_length")
-        say(f"warning: {message}")
+    reason = f"no supervised token after max_length={data.max_length}"
+    for answer in fitting:
+        if not answer.sample.has_supervised:
+            conversations.skips.drop(reason, answer.sample.source)
+    if not kept:
+        raise UserError(f"{len(fitting)} of {len(fitting)} rows have {reason}; raise data.max_length")
     rows = [a.sample for a in kept]
     return rows, build_features(recipe, verifier, rows, layers, [a.features if not a.sample.cut else None for a in kept])
 
@@ -122,11 +128,11 @@ def build_features(
         return MemoryFeatures(verifier, training, layers, 2048, known, bar)
 
 
-def build_head(recipe: Recipe, verifier: Verifier, training: Sequence[Sample]) -> DraftHead:
+def build_head(recipe: Recipe, verifier: Verifier, training: Sequence[Sample], source: FeatureSource) -> DraftHead:
     torch.manual_seed(recipe.training.seed)
     if isinstance(recipe.head, MedusaSection):
         return build_medusa(recipe.head, verifier, training)
-    return build_eagle3(recipe.head, verifier, training)
+    return build_eagle3(recipe.head, verifier, training, source)
 
 
 def build_medusa(section: MedusaSection, verifier: Verifier, training: Sequence[Sample]) -> MedusaHead:
@@ -146,7 +152,7 @@ def build_medusa(section: MedusaSection, verifier: Verifier, training: Sequence[
     return head
 
 
-def build_eagle3(section: Eagle3Section, verifier: Verifier, training: Sequence[Sample]) -> Eagle3Head:
+def build_eagle3(section: Eagle3Section, verifier: Verifier, training: Sequence[Sample], source: FeatureSource) -> Eagle3Head:
     facts = verifier.facts
     ids = build_vocabulary(section.draft_vocabulary, verifier, training)
     config = Eagle3Config(
@@ -165,6 +171,8 @@ def build_eagle3(section: Eagle3Section, verifier: Verifier, training: Sequence[
         rope_parameters=facts.rope_parameters,
     )
     head = Eagle3Head(config, ids).to(verifier.device)
+    batch, features = source.load(range(min(16, len(training))))
+    head.even_inputs(features.layers[batch.mask])
     head.initialise(verifier, section.start_from_last_layer)
     return head
 
@@ -212,14 +220,16 @@ def build_trees(section: EvaluationSection, head: DraftHead) -> list[AnyTree]:
         if head.depth is not None and tree.depth > head.depth:
             raise UserError(f"evaluation.trees: a {tree.kind} tree of depth {tree.depth} needs as many heads; this one has "
                             f"{head.depth}")  # fmt: skip
+        if tree.width > len(head.target_ids):
+            raise UserError(f"evaluation.trees: a {tree.kind} tree with {tree.width} children a node needs as large a draft "
+                            f"vocabulary; this one has {len(head.target_ids)} tokens")  # fmt: skip
     return trees
 
 
 def build_prompts(verifier: Verifier, conversations: Sequence[Conversation], limit: int | None) -> list[Prompt]:
-    """Held-out prompts: each conversation up to its last question. A limit takes every n-th, so all categories stay."""
-    chosen = conversations if limit is None else conversations[:: max(1, len(conversations) // limit)][:limit]
+    """Held-out prompts: each conversation up to its last question."""
     prompts = []
-    for conversation in chosen:
+    for conversation in spread(conversations, limit):
         messages = list(conversation.messages)
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()

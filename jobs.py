@@ -46,7 +46,9 @@ def open_workshop(recipe: Recipe) -> Workshop:
     """Load the verifier, read the conversations, have them answered."""
     conversations = build_conversations(recipe)  # files first: they are the likelier mistake and cost nothing
     verifier = build_verifier(recipe)
-    samples, features = build_samples(recipe, verifier, conversations.train)
+    samples, features = build_samples(recipe, verifier, conversations)
+    for line in conversations.skips.summary(conversations.skips.read):
+        say(f"left out: {line}")
     tokens, learned = sum(len(s.ids) for s in samples), sum(sum(s.mask) for s in samples)
     say(f"training on {len(samples)} samples: {tokens} tokens, {learned} supervised")
     return Workshop(verifier, conversations, samples, features, needed_layers(recipe, verifier))
@@ -54,15 +56,17 @@ def open_workshop(recipe: Recipe) -> Workshop:
 
 def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) -> None:
     """Train the recipe's head into the run folder, or go on with what is there. Refuses a folder of another recipe."""
-    claim(run_folder, recipe)
+    check_claim(run_folder, recipe)
     workshop = workshop or open_workshop(recipe)
     verifier, training = workshop.verifier, workshop.samples
-    head = build_head(recipe, verifier, training)
+    head = build_head(recipe, verifier, training, workshop.features)
     evaluator = build_evaluator(recipe, verifier, workshop.conversations.holdout)
     tree = build_trees(recipe.evaluation, head)[-1]
     section = recipe.training
     plan = batch_plan([len(s.ids) for s in training], section.batch_tokens, section.seed, section.steps, section.epochs)
     assert not head.needs or head.needs == workshop.layers, "the workshop was opened for other layers"
+    claim(run_folder, recipe)  # only now: bad input leaves no folder behind
+    workshop.conversations.skips.write(run_folder / "skipped.jsonl")
     fit(
         head,
         verifier,
@@ -80,6 +84,13 @@ def brief(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def claim(run_folder: Path, recipe: Recipe) -> None:
     """Write recipe.yaml, or check that the folder's recipe is this one."""
+    check_claim(run_folder, recipe)
+    if not (run_folder / "recipe.yaml").exists():
+        write_text(run_folder / "recipe.yaml", recipe_yaml(recipe))
+
+
+def check_claim(run_folder: Path, recipe: Recipe) -> None:
+    """Refuse a folder that holds another recipe's run, or something else."""
     path = run_folder / "recipe.yaml"
     if path.exists():
         if differing := differences(load_recipe(path).model_dump(), recipe.model_dump()):
@@ -88,7 +99,6 @@ def claim(run_folder: Path, recipe: Recipe) -> None:
         return
     if run_folder.exists() and any(run_folder.iterdir()):
         raise UserError(f"{run_folder} is not empty and no run folder (no recipe.yaml in it); choose another")
-    write_text(path, recipe_yaml(recipe))
 
 
 def differences(there: Any, here: Any, key: str = "") -> list[str]:

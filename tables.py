@@ -12,6 +12,7 @@ def results_table(evaluation: dict[str, Any]) -> Table:
         tree, speedup = result["tree"], result["speedup"]
         greedy = {True: "identical", False: "DIFFERS", None: "-"}[result["identical_to_greedy"]]
         shape = [tree["kind"], str(tree["depth"]), str(tree["nodes"]), f"{result['temperature']:g}"]
-        measured = [f"{result['tau']:.2f}", f"{result['draft_acceptance_rate']:.1%}", greedy]
+        tau, accepted = result["tau"], result["draft_acceptance_rate"]
+        measured = ["-" if tau is None else f"{tau:.2f}", "-" if accepted is None else f"{accepted:.1%}", greedy]
         table.add_row(*shape, *measured, "-" if speedup is None else f"{speedup:.2f}x")
     return table

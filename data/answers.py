@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ..heads.generate import generate_with_features
 from ..heads.verifier import Features, Verifier
-from .chat import Sample, prompt_ids, render
+from .chat import Sample, prompt_ids
 from .conversations import Conversation
 
 
@@ -59,9 +59,9 @@ class Dialogue:
     conversation: Conversation
     waiting: list[list[dict[str, Any]]]
     messages: list[dict[str, Any]]
-    finished: list[bool]  # whether each answer so far ended with a stop token
-    ids: list[int]  # the last prompt and its answer
-    features: Features | None = None  # of those ids but the last, where they were just decoded
+    prompts: list[list[int]]  # what each answer so far was written after
+    answers: list[list[int]]
+    features: Features | None = None  # of the last prompt and answer but its last token, where they were just decoded
 
 
 @dataclass(frozen=True)
@@ -83,19 +83,19 @@ def regenerate(
 ) -> list[Answered]:
     """Replace every answer of the conversations, in order, by the verifier's own, and answer what ends with a question.
 
-    Returns a sample a conversation, in the order given. The stop token after an answer that was cut at `answer_tokens` comes
-    from the template, not from the verifier, and is not supervised. With `layers`, the states of newly written answers are
-    kept: training on them needs no second pass of the verifier.
+    Returns a sample a conversation, in the order given: the last prompt and its answer, token for token as decoded. Earlier
+    answers are supervised where they stand in it unchanged. With `layers`, the states of newly written answers are kept:
+    training on them needs no second pass of the verifier.
     """
     dialogues = [Dialogue(c, split_turns(c.messages), [], [], []) for c in conversations]
     while pending := [d for d in dialogues if d.waiting]:
         for dialogue in pending:
             dialogue.messages += dialogue.waiting.pop(0)
-            dialogue.ids = prompt_ids(verifier.tokenizer, dialogue.messages, dialogue.conversation.tools)
+            dialogue.prompts.append(prompt_ids(verifier.tokenizer, dialogue.messages, dialogue.conversation.tools))
         answer_missing(verifier, pending, store, answer_tokens, batch, layers, on_tokens)
         for dialogue in pending:
-            add_answer(dialogue, store.get(dialogue.ids) or [], verifier)
-    return [to_sample(verifier, dialogue) for dialogue in dialogues]
+            add_answer(dialogue, store.get(dialogue.prompts[-1]) or [], verifier)
+    return [to_sample(dialogue) for dialogue in dialogues if dialogue.answers]
 
 
 def split_turns(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -119,10 +119,11 @@ def answer_missing(
     on_tokens: Callable[[int], None],
 ) -> None:
     """Generate what the store lacks, in batches of prompts of like length."""
-    missing = sorted((d for d in dialogues if store.get(d.ids) is None), key=lambda d: len(d.ids))
+    missing = [d for d in dialogues if store.get(d.prompts[-1]) is None]
+    missing.sort(key=lambda d: len(d.prompts[-1]))
     for start in range(0, len(missing), batch):
         part = missing[start : start + batch]
-        prompts = [dialogue.ids for dialogue in part]
+        prompts = [dialogue.prompts[-1] for dialogue in part]
         final = any(not dialogue.waiting for dialogue in part)  # earlier turns are read again with the last one
         answers, features = generate_with_features(verifier, prompts, answer_tokens, layers if final else None, on_tokens)
         store.add(prompts, answers)
@@ -134,43 +135,29 @@ def add_answer(dialogue: Dialogue, answer: list[int], verifier: Verifier) -> Non
     finished = bool(answer) and answer[-1] in verifier.facts.stop_ids
     text = verifier.tokenizer.decode(answer[:-1] if finished else answer)
     dialogue.messages.append({"role": "assistant", "content": text})
-    dialogue.finished.append(finished)
-    dialogue.ids = dialogue.ids + answer
+    dialogue.answers.append(answer)
 
 
-def to_sample(verifier: Verifier, dialogue: Dialogue) -> Answered:
+def to_sample(dialogue: Dialogue) -> Answered:
     conversation = dialogue.conversation
-    sample = render(verifier.tokenizer, dialogue.messages, conversation.tools)
-    mask = without_unwritten_stops(sample.mask, dialogue.finished)
-    sample = replace(
-        sample, mask=mask, id=conversation.id, category=conversation.category, split=conversation.split,
-        source=conversation.source,
-    )  # fmt: skip
-    return Answered(sample, fit_features(dialogue, sample))
+    ids = dialogue.prompts[-1] + dialogue.answers[-1]
+    mask = [False] * len(ids)
+    for prompt, answer in zip(dialogue.prompts, dialogue.answers, strict=True):
+        start, end = len(prompt), len(prompt) + len(answer)
+        if ids[:end] == prompt + answer:  # else the template has rewritten this turn since
+            mask[start:end] = [True] * len(answer)
+    sample = Sample(ids, mask, conversation.id, conversation.category, conversation.split, conversation.source)
+    return Answered(sample, None if dialogue.features is None else with_choices(dialogue.features, sample))
 
 
-def fit_features(dialogue: Dialogue, sample: Sample) -> Features | None:
-    """Decoded states as features of the rendered sample, whose template may add a few tokens behind the answer.
+def with_choices(states: Features, sample: Sample) -> Features:
+    """Decoded states as training features: every supervised token is the verifier's own choice.
 
-    None where rendering broke the text into other tokens than the verifier wrote. Positions behind the answer stay zero:
-    nothing is learned there. Every supervised token is the verifier's own choice.
+    The last token was never fed; its states stay zero, and nothing is learned from there.
     """
-    states, ids = dialogue.features, torch.tensor(sample.ids)
-    if states is None or sample.ids[: len(dialogue.ids)] != dialogue.ids:
-        return None
-    behind = len(sample.ids) - len(states.last)
-    choice = torch.where(torch.tensor(sample.mask[1:]), ids[1:], -1)
+    learned = torch.tensor(sample.mask[1:])
+    choice = torch.where(learned, torch.tensor(sample.ids[1:]), -1)
+    one_row = (0, 0, 0, 1)
     return Features(
-        functional.pad(states.last, (0, 0, 0, behind)),
-        functional.pad(states.layers, (0, 0, 0, behind)),
-        functional.pad(choice, (0, 1), value=-1),
+        functional.pad(states.last, one_row), functional.pad(states.layers, one_row), functional.pad(choice, (0, 1), value=-1)
     )
-
-
-def without_unwritten_stops(mask: Sequence[bool], finished: Sequence[bool]) -> list[bool]:
-    """Clear the last token of each answer (a run of true) that did not end by itself."""
-    out = list(mask)
-    ends = [i for i, on in enumerate(mask) if on and (i + 1 == len(mask) or not mask[i + 1])]
-    for end, ended in zip(ends, finished, strict=True):
-        out[end] = ended
-    return out

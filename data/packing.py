@@ -50,7 +50,7 @@ def batch_plan(
     while len(plan) < steps if steps is not None else epoch < (epochs or 0):
         batches = batch_order(lengths, batch_tokens, seed, epoch)
         if epochs is not None:
-            batches = batches[: math.ceil(len(batches) * min(1.0, epochs - epoch))]
+            batches = batches[: math.ceil(round(len(batches) * min(1.0, epochs - epoch), 6))]
         plan += batches
         epoch += 1
     return plan if steps is None else plan[:steps]

@@ -24,7 +24,7 @@ def choose_vocabulary(
     Where fewer different tokens occur, the lowest unseen ids fill up: byte-pair merges are numbered by frequency.
     Raises UserError when `size` cannot hold the pinned ids or exceeds the vocabulary.
     """
-    kept = sorted(set(pinned))
+    kept = sorted({token for token in pinned if token < vocab_size})
     if not len(kept) <= size <= vocab_size:
         raise UserError(f"draft vocabulary of {size}: must hold the {len(kept)} special tokens and fit in the verifier's "
                         f"{vocab_size}")  # fmt: skip

@@ -5,6 +5,7 @@ are not emitted, so the last round may count less; the token that the prefill de
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from .decode import Decoded, Round
@@ -21,15 +22,15 @@ def acceptance(rounds: Sequence[Round], depth: int) -> dict[str, Any]:
     accepted = [max(r.emitted - 1, 0) for r in rounds]
     total, drafted = sum(accepted), sum(r.drafted for r in rounds)
     emitted = sum(r.emitted for r in rounds)
-    survival = [ratio(sum(a > i for a in accepted), len(rounds)) for i in range(depth)]
+    reached = [sum(a >= i for a in accepted) for i in range(depth + 1)]
     return {
         "rounds": len(rounds),
         "emitted": emitted,
         "drafted": drafted,
         "accepted": total,
         "tau": ratio(emitted, len(rounds)),
-        "survival": survival,
-        "conditional": [ratio(now or 0, before or 0) for now, before in zip(survival, [1.0, *survival[:-1]], strict=True)],
+        "survival": [ratio(now, len(rounds)) for now in reached[1:]],
+        "conditional": [ratio(now, before) for before, now in pairwise(reached)],
         "draft_acceptance_rate": ratio(total, drafted),
         "accepted_histogram": [accepted.count(i) for i in range(depth + 1)],
     }

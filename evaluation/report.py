@@ -43,7 +43,7 @@ class Step(Model):
     loss: float | None = None
     loss_by_depth: list[float] = []
     supervised_tokens: int = 0
-    seconds: float | None = None
+    seconds: float = 0.0
     held_out: HeldOut | None = None
 
 
@@ -54,7 +54,7 @@ class Tree(Model):
     top_k: int | None = None
 
     def __str__(self) -> str:
-        width = f", top-k {self.top_k}" if self.top_k else ""
+        width = f", top_k {self.top_k}" if self.top_k else ""
         return f"{self.kind}, depth {self.depth}" + ("" if self.kind == "chain" else f"{width}, {self.nodes} nodes")
 
 
@@ -129,7 +129,7 @@ class Result(Model):
 
 class Head(Model):
     kind: str
-    parameters: int | None = None
+    parameters: int
 
 
 class Evaluation(Model):
@@ -154,9 +154,25 @@ class Run:
     label: str = ""
     color: str = ""
 
+    def legend(self, result: Result) -> str:
+        return f"{plots.elide(self.label, 22)} · {result.label}"
+
     @property
     def best(self) -> Result:
         return max(self.evaluation.results, key=lambda result: result.tau or 0.0)
+
+    @property
+    def steps(self) -> int:
+        return max(line.step for line in self.metrics)
+
+    @property
+    def supervised_tokens(self) -> int:
+        return sum(line.supervised_tokens for line in self.metrics)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of training, pauses between its parts left out."""
+        return max(line.seconds for line in self.metrics)
 
     @property
     def fastest(self) -> Result:
@@ -165,7 +181,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Picture:
-    """name: of its file under plots/; wide: whether it wants the page's whole width."""
+    """name: of its file under plots/, without `.png`."""
 
     name: str
     caption: str
@@ -185,7 +201,7 @@ def write_report(run_folders: Sequence[Path], output: Path) -> Path:
         pictures = draw(runs)
     differing = [name for name in SETTINGS if len({getattr(run.evaluation, name) for run in runs}) > 1]
     page = environment().get_template("report.html.j2").render(
-        runs=runs, pictures=pictures, differing=differing, settings=SETTINGS, version=__version__
+        runs=runs, pictures=pictures, differing=differing, version=__version__
     )  # fmt: skip
     try:
         for picture in pictures:
@@ -242,7 +258,8 @@ def parse(model: type[Parsed], text: str, where: str) -> Parsed:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise UserError(f"{where}: {key + ': ' if key else ''}{first['msg']}") from None
+        message = "must be a JSON object" if first["type"] == "model_type" else first["msg"]
+        raise UserError(f"{where}: {key + ': ' if key else ''}{message}") from None
 
 
 def label(runs: list[Run]) -> list[Run]:
@@ -263,21 +280,20 @@ def draw(runs: Sequence[Run]) -> list[Picture]:
     pictures = []
 
     def add(name: str, figure: Any, caption: str) -> None:
-        pictures.append(
-            Picture(name, caption, Markup(plots.to_svg(figure, name, caption)), plots.to_png(figure))  # noqa: S704
-        )
+        svg = Markup(plots.to_svg(figure, name, caption))
+        pictures.append(Picture(name, caption, svg, plots.to_png(figure)))
 
     for i, run in enumerate(runs, 1):
         if curves := training_curves(run):
             caption = "Training loss, with its terms by draft depth; below it tau in real decoding of held-out prompts."
             name = "training" if len(runs) == 1 else f"training-{i}"
-            add(name, plots.training(f"Training: {run.label}", run.color, *curves), caption)
+            add(name, plots.training(f"Training: {plots.elide(run.label, 34)}", run.color, *curves), caption)
     if survival := series_of(runs, lambda r: {str(i): s for i, s in enumerate(r.survival, 1) if s is not None}):
         caption = "Share of rounds whose first drafts, up to this position, were all accepted."
-        add("survival", plots.lines("Survival by draft position", "draft position", "", survival), caption)
+        add("survival", plots.lines("Survival by draft position", "draft position", survival), caption)
     if histogram := series_of(runs, lambda r: dict(enumerate_shares(r.accepted_histogram))):
         caption = "How many drafts a round accepts: the more to the right, the fewer verifier passes."
-        add("accepted", plots.bars("Accepted drafts a round", "accepted drafts", "", histogram), caption)
+        add("accepted", plots.bars("Accepted drafts a round", "accepted drafts", histogram), caption)
     if categories := series_of(runs, lambda r: taus(r.by_category), best=True):
         caption = "Mean tokens a round by the kind of prompt; each head with its best tree."
         add("categories", plots.levels("tau by category", "tau", categories), caption)
@@ -285,7 +301,7 @@ def draw(runs: Sequence[Run]) -> list[Picture]:
     if any(len(one.values) > 1 for one in contexts):
         caption = "Mean tokens a round by the number of tokens before it; each head with its best tree."
         add("contexts", plots.levels("tau by context length", "tau", contexts), caption)
-    if rows := [(name(runs, run, r), parts) for run in runs for r in run.evaluation.results if (parts := parts_of(r))]:
+    if rows := [(run.legend(r), parts) for run in runs for r in run.evaluation.results if (parts := parts_of(r))]:
         caption = "Where the wall time of speculative decoding goes."
         add("time", plots.shares("Time shares", rows), caption)
     return pictures
@@ -301,15 +317,11 @@ def training_curves(run: Run) -> Any:
 def series_of(runs: Sequence[Run], values: Callable[[Result], dict[str, float]], best: bool = False) -> list[Series]:
     """One series for each result that has values (best: only for each run's best tree)."""
     return [
-        Series(name(runs, run, result), run.color, 0 if best else style, found)
+        Series(run.legend(result), run.color, 0 if best else style, found)
         for run in runs
         for style, result in enumerate([run.best] if best else run.evaluation.results)
         if (found := values(result))
     ]
-
-
-def name(runs: Sequence[Run], run: Run, result: Result) -> str:
-    return f"{run.label} · {result.label}"
 
 
 def enumerate_shares(counts: Sequence[int]) -> list[tuple[str, float]]:

@@ -46,6 +46,7 @@ class StaticTree:
                 raise UserError(f"static tree: path {list(path)} has no parent {list(path[:-1])} among the paths")
         self.depth = max((len(path) for path in self.paths), default=0)
         self.nodes = len(self.paths) + 1
+        self.width = max((path[-1] + 1 for path in self.paths), default=0)
         self.parents = torch.tensor([-1] + [index[path[:-1]] for path in self.paths])[None]
         self.depths = torch.tensor([0] + [len(path) for path in self.paths])[None]
         self.seen = ancestry(self.parents, self.depth)
@@ -94,6 +95,7 @@ class DynamicTree:
 
     def __init__(self, depth: int, top_k: int, nodes: int) -> None:
         self.depth, self.top_k = depth, top_k
+        self.width = top_k
         self.nodes = min(nodes, 1 + top_k + (depth - 1) * top_k**2)
 
     def describe(self) -> dict[str, object]:
@@ -124,7 +126,7 @@ class DynamicTree:
     def _prune(self, ids: Tensor, parents: Tensor, scores: Tensor) -> Tree:
         """Keep the root and the best nodes. Ties go to the earlier one, so a child never survives its parent."""
         best = scores.argsort(dim=1, descending=True, stable=True)[:, : self.nodes - 1] + 1
-        kept = torch.cat([torch.zeros_like(best[:, :1]), best.sort(1).values], 1)  # insertion order: parents first
+        kept = torch.cat([torch.zeros_like(ids[:, :1]), best.sort(1).values], 1)  # insertion order: parents first
         place = torch.zeros_like(ids).scatter_(1, kept, torch.arange(kept.shape[1], device=ids.device).expand_as(kept))
         old = parents.gather(1, kept)
         parents = torch.where(old < 0, -1, place.gather(1, old.clamp(min=0)))

@@ -97,7 +97,8 @@ class RaggedCache(Cache):
         """Drop all rows but these (finished sequences leave the batch)."""
         self.lengths = [self.lengths[row] for row in rows]
         for layer in self.layers:
-            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+            if layer.is_initialized:  # a row may leave before the first forward pass
+                layer.keys, layer.values = layer.keys[rows], layer.values[rows]
 
 
 def visible(cache_lengths: list[int], tree_BTN: Tensor, depth_BN: Tensor, window: int | None) -> Tensor:

@@ -59,6 +59,7 @@ class DraftLayer(nn.Module):
 class Eagle3Head(DraftHead):
     kind = "eagle3"
     config: Eagle3Config
+    input_scale: Tensor
 
     def __init__(self, config: Eagle3Config, target_ids: Tensor | None = None) -> None:
         super().__init__()
@@ -70,6 +71,23 @@ class Eagle3Head(DraftHead):
         self.rotary = RotaryPositions(config.head_dim, config.rope_parameters, config.max_position_embeddings)
         ids = torch.arange(config.draft_vocab_size) if target_ids is None else target_ids
         self.register_buffer("target_ids", ids)
+        self.register_buffer("input_scale", torch.ones(self.fc.in_features))
+
+    def fuse(self, layers: Tensor) -> Tensor:
+        """g = fc(captured states): [B, T, L·d] -> [B, T, d].
+
+        `input_scale` only makes the optimizer's task even: a verifier's states differ by orders of magnitude from one dimension
+        to another. It is a constant, so fc.weight · diag(input_scale) is the plain fc of the paper and of every engine.
+        """
+        return self.fc(layers.float() * self.input_scale)
+
+    @torch.no_grad()
+    def even_inputs(self, layers: Tensor) -> None:
+        """Set `input_scale` from captured states [N, L·d]: the median size of every dimension becomes one.
+
+        (The median: first tokens carry activations a thousand times the others'.)
+        """
+        self.input_scale.copy_(1.0 / layers.float().abs().median(0).values.clamp(min=1e-3))
 
     @torch.no_grad()
     def initialise(self, verifier: Verifier, from_last_layer: bool = False) -> None:
@@ -78,7 +96,7 @@ class Eagle3Head(DraftHead):
         if not from_last_layer:
             return
         layer, d = verifier.llama_layer(-1), self.config.hidden_size
-        self.fc.weight.zero_()[:, -d:] = torch.eye(d)
+        self.fc.weight.zero_()[:, -d:] = torch.diag(1.0 / self.input_scale[-d:])
         for name in ("q_proj", "k_proj", "v_proj"):
             weight = getattr(self.midlayer.self_attn, name).weight
             weight[:, d:] = layer[f"self_attn.{name}"]
@@ -144,7 +162,7 @@ class Eagle3Head(DraftHead):
         queries: bool [B, T] -> rows [B, R], the positions (-1 pads), and a state [B, R, d] for each step.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
-        fused = self.fc(features.layers.float())  # [B, T, d]
+        fused = self.fuse(features.layers)  # [B, T, d]
         positions = torch.arange(fused.shape[1], device=fused.device)[None]
         x = layer.join(verifier.embed(shifted(batch.ids, 1, 0)).float(), fused)
         keys, values = attention.key_value(x, *self.rotary(positions))
@@ -207,7 +225,7 @@ class Eagle3Session(DraftSession):
         head, device = self.head, next_ids.device
         self.cache.pending = 0
         size = next_ids.shape[1]
-        fused = head.fc(features.layers.float())
+        fused = head.fuse(features.layers)
         x = head.midlayer.join(self.verifier.embed(next_ids).float(), fused)
         positions = self.cache.slots(size, device)
         last = torch.tensor(counts, device=device)[:, None] - 1

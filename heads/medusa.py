@@ -93,13 +93,13 @@ class MedusaHead(DraftHead):
 
     def loss(self, batch: Batch, features: Features, verifier: Verifier) -> HeadLoss:
         supervised = self.supervised(batch, features)
-        weights = self.output_weights(verifier)
+        outputs = self.output_weights(verifier)
         targets, index = self.targets(batch, features, verifier, supervised)
         sums, correct = [], []
         for i, blocks in enumerate(self.blocks):
             hidden = blocks(features.last[supervised[i]].float())
             rows = shifted(index, i, -1)[supervised[i]]
-            loss, hits = linear_cross_entropy(hidden, weights[i], targets, rows)
+            loss, hits = linear_cross_entropy(hidden, outputs[i], targets, rows)
             sums.append(loss)
             correct.append(hits)
         counts = supervised.flatten(1).sum(1)
@@ -126,17 +126,17 @@ class MedusaHead(DraftHead):
 
     def begin(self, verifier: Verifier, batch: int, capacity: int) -> "MedusaSession":
         check_fits(self.config, verifier.facts, verifier.name)
-        return MedusaSession(self, verifier)
+        return MedusaSession(self, verifier, batch)
 
 
 class MedusaSession(DraftSession):
     """All depths are known from one hidden state: every node of a level has the same children."""
 
-    def __init__(self, head: MedusaHead, verifier: Verifier) -> None:
+    def __init__(self, head: MedusaHead, verifier: Verifier, batch: int) -> None:
         self.head = head
         self.weights = head.output_weights(verifier)
         self.level = 0
-        self.log_q = torch.empty(0)
+        self.log_q = torch.empty(batch, 0)
 
     @torch.no_grad()
     def observe(self, features: Features, next_ids: Tensor, counts: list[int]) -> Tensor:

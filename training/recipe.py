@@ -56,6 +56,9 @@ class DataSection(Section):
     holdout: Annotated[Annotated[float, Field(gt=0, lt=1)] | Literal["split"], WrapValidator(share_or_split)] = Field(
         default=0.05, description="share of the conversations held out; split obeys each row's own `split` field"
     )
+    rows: int | None = Field(
+        default=None, ge=2, description="most conversations to use, spread evenly over the files; null is all"
+    )
     max_length: int = Field(default=2048, ge=2, description="tokens a sample; longer ones are cut")
     answers: Literal["keep", "regenerate"] = Field(
         default="keep", description="keep the files' answers, or let the verifier answer the prompts itself"

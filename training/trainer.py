@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,9 @@ def fit(
             batch, features = source.load(indices)
             losses = head.loss(batch, features, verifier)
             norm = step(head, losses, optimizer, settings.clip, progress.step)
-            scheduler.step()
+            with warnings.catch_warnings():  # a first batch without a label makes no optimizer step
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                scheduler.step()
             progress.step += 1
             window.add(losses, norm, int(batch.lengths.sum()))
             bar(1, f"loss {window.mean_loss():.3f}  {window.tokens_per_second():.0f} tokens/s")
@@ -120,8 +123,9 @@ def judge(head: DraftHead, evaluate: Evaluate, progress: Progress, metrics: Metr
     held_out = evaluate(head)
     head.train()
     metrics.log(progress.step, held_out=held_out)
-    if held_out["tau"] > progress.best_tau:
-        progress.best_tau = held_out["tau"]
+    tau = held_out["tau"] or 0.0  # None: every answer ended before its first round
+    if tau > progress.best_tau or not (run_folder / "head").exists():
+        progress.best_tau = tau
         save_head(head, run_folder / "head")
 
 

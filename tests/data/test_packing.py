@@ -1,0 +1,94 @@
+"""Batches: every sample once an epoch, no more tokens than allowed, the same order every time, padding told by lengths."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from headstart.data.chat import Sample
+from headstart.data.packing import batch_order, batch_plan, collate, split_by_tokens
+
+CPU = torch.device("cpu")
+
+
+def some_lengths(count, seed=0, longest=60):
+    rng = random.Random(seed)
+    return [rng.randrange(2, longest) for _ in range(count)]
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 64, 200, 5000])
+def test_an_epoch_has_every_sample_once_within_the_limit(batch_tokens):
+    lengths = some_lengths(150)
+    batches = batch_order(lengths, batch_tokens, seed=3, epoch=0)
+    assert sorted(i for batch in batches for i in batch) == list(range(150))
+    for batch in batches:
+        assert batch
+        assert len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= batch_tokens
+
+
+def test_a_sample_longer_than_the_limit_stands_alone():
+    assert split_by_tokens([0, 1, 2, 3], [5, 90, 5, 5], 20) == [[0], [1], [2, 3]]
+
+
+def test_batches_are_as_large_as_the_limit_allows():
+    lengths = [10] * 20
+    assert [len(batch) for batch in batch_order(lengths, 50, 0, 0)] == [5] * 4
+
+
+def test_like_lengths_go_together():
+    """Sorted groups keep padding small; a shuffle alone would waste a third."""
+    lengths = some_lengths(400, longest=100)
+    batches = batch_order(lengths, 400, seed=0, epoch=0)
+    padded = sum(max(lengths[i] for i in batch) * len(batch) for batch in batches)
+    assert padded < 1.1 * sum(lengths)
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    lengths = some_lengths(120)
+    assert batch_order(lengths, 200, 7, 2) == batch_order(lengths, 200, 7, 2)
+    orders = [batch_order(lengths, 200, seed, epoch) for seed, epoch in [(7, 2), (7, 3), (8, 2)]]
+    assert all(orders.count(order) == 1 for order in orders)
+    assert orders[0] != sorted(orders[0], key=lambda batch: lengths[batch[0]])  # not from short to long
+
+
+def test_a_plan_by_steps_goes_through_as_many_epochs_as_it_takes():
+    lengths = some_lengths(40)
+    epochs = [batch_order(lengths, 100, 5, epoch) for epoch in range(3)]
+    steps = len(epochs[0]) + len(epochs[1]) + 3
+    assert batch_plan(lengths, 100, 5, steps, None) == epochs[0] + epochs[1] + epochs[2][:3]
+    assert batch_plan(lengths, 100, 5, 1, None) == epochs[0][:1]
+
+
+@pytest.mark.parametrize(("epochs", "full", "share"), [(1.0, 1, 0.0), (2.0, 2, 0.0), (0.5, 0, 0.5), (1.25, 1, 0.25)])
+def test_a_plan_by_epochs_may_end_within_one(epochs, full, share):
+    lengths = [10] * 80
+    batches = [batch_order(lengths, 100, 5, epoch) for epoch in range(3)]
+    assert [len(epoch) for epoch in batches] == [8, 8, 8]
+    expected = [batch for epoch in batches[:full] for batch in epoch] + batches[full][: math.ceil(8 * share)]
+    assert batch_plan(lengths, 100, 5, None, epochs) == expected
+
+
+def test_a_tenth_of_an_epoch_is_a_tenth_wherever_it_stands():
+    """1.1 - 1 is a little more than 0.1 in floating point."""
+    lengths = [10] * 100
+    assert [len(batch_plan(lengths, 100, 0, None, epochs)) for epochs in (0.1, 1.1, 2.1)] == [1, 11, 21]
+
+
+def test_a_plan_by_epochs_has_at_least_one_step():
+    assert len(batch_plan([10] * 80, 100, 0, None, 0.001)) == 1
+
+
+def test_a_longer_plan_begins_with_the_shorter_one():
+    lengths = some_lengths(50)
+    assert batch_plan(lengths, 100, 1, 40, None)[:15] == batch_plan(lengths, 100, 1, 15, None)
+
+
+def test_case_16_padding_is_told_by_lengths_never_by_an_id():
+    """Pad id, stop id and id 0 are all one here; the stop tokens stay supervised."""
+    stop = 0
+    batch = collate([Sample([5, 6, stop], [False, True, True]), Sample([5, stop], [False, True])], CPU)
+    assert batch.ids.tolist() == [[5, 6, stop], [5, stop, 0]]
+    assert batch.mask.tolist() == [[False, True, True], [False, True, False]]
+    assert batch.lengths.tolist() == [3, 2]
+    assert (batch.ids.dtype, batch.mask.dtype) == (torch.long, torch.bool)

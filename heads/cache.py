@@ -130,4 +130,5 @@ def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
     finfo.min rather than -inf: a padding row that sees nothing stays finite.
     """
-    return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
+    hidden = torch.finfo(dtype).min
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, hidden)[:, None]

@@ -148,7 +148,7 @@ class Eagle3Head(DraftHead):
         """The verifier's softmax over the draft vocabulary [M, Q] where any step needs it, and index [B, T] into it."""
         wanted = torch.zeros_like(supervised[0])
         for k, positions in enumerate(supervised):
-            wanted[:, 1 + k :] |= positions[:, : wanted.shape[1] - 1 - k]
+            wanted[:, 1 + k :] |= positions[:, : max(wanted.shape[1] - 1 - k, 0)]
         index = torch.full(wanted.shape, -1, device=wanted.device)
         index[wanted] = torch.arange(int(wanted.sum()), device=wanted.device)
         with torch.no_grad():

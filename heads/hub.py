@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from ..errors import UserError
@@ -25,14 +26,19 @@ def save_head(head: DraftHead, folder: Path) -> None:
 def load_head(folder: Path) -> DraftHead:
     """The head of a folder, in eval mode on the CPU. Raises UserError when the folder holds none or it is damaged."""
     folder = Path(folder)
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder}: not a draft head: {name} is missing")
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         head = build_head(config)
         tensors = load_file(folder / "model.safetensors")
-    except FileNotFoundError as error:
-        raise UserError(f"{folder}: not a draft head: {Path(str(error.filename)).name} is missing") from None
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
+    except ValidationError as error:
+        fault = error.errors()[0]
+        field = ".".join(map(str, fault["loc"]))
+        raise UserError(f"{folder}/config.json: {field}: {fault['msg']}") from None
     except Exception as error:
         raise UserError(f"{folder}: not a readable draft head: {str(error).splitlines()[0]}") from error
     own = head.state_dict()

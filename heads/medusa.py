@@ -110,7 +110,7 @@ class MedusaHead(DraftHead):
         """Labels [M] or teacher probabilities [M, Q], and index [B, T]: where the target of head 0 at t is among them."""
         wanted = torch.zeros_like(batch.mask)  # positions t of head 0's targets that any head uses
         for i, positions in enumerate(supervised):
-            wanted[:, i:] |= positions[:, : wanted.shape[1] - i]
+            wanted[:, i:] |= positions[:, : max(wanted.shape[1] - i, 0)]
         index = torch.full_like(batch.ids, -1)
         index[wanted] = torch.arange(int(wanted.sum()), device=index.device)
         if self.config.targets == "hard":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -64,14 +65,16 @@ class Verifier:
         self.tokenizer = tokenizer
         self.name = name
         self.config = model.config.get_text_config(decoder=True)
+        check_attends(self.config)
         self.decoder: nn.Module = model.get_decoder()
         self.lm_head: nn.Linear = model.get_output_embeddings()
         self.layers = find_layers(self.decoder, self.config.num_hidden_layers)
+        self._windows = attention_windows(self.config)
         self.facts = read_facts(model, self.lm_head)
         accepted = inspect.signature(self.decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
-        self._windows = attention_windows(self.config)
         check_rebuilt_logits(self)
+        check_tree_states(self)
 
     @classmethod
     def load(cls, spec: str, dtype: torch.dtype | str = torch.float32, device: str = "auto") -> "Verifier":
@@ -83,9 +86,10 @@ class Verifier:
         try:
             config = None if "gguf_file" in source else load_config(source)
             options = {"attn_implementation": "eager"} if needs_eager(config) else {}
-            model = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, **options)
-        except (OSError, ValueError, KeyError) as error:
+            model, info = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, output_loading_info=True, **options)
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise UserError(f"verifier {spec}: cannot be loaded: {first_line(error)}") from error
+        check_complete(model, info, spec)
         return cls(model.to(place), load_tokenizer(spec), spec)
 
     @cached_property
@@ -126,7 +130,7 @@ class Verifier:
     @property
     def logit_multiplier(self) -> float:
         """The constant that the verifier's raw lm_head output is multiplied with (Cohere's scale, Granite's divisor)."""
-        return getattr(self.config, "logit_scale", 1.0) / getattr(self.config, "logits_scaling", 1.0)
+        return (getattr(self.config, "logit_scale", None) or 1.0) / (getattr(self.config, "logits_scaling", None) or 1.0)
 
     @torch.no_grad()
     def features(self, ids: Tensor, layers: Sequence[int] = ()) -> Features:
@@ -147,6 +151,10 @@ class Verifier:
         found["norm"] = getattr(getattr(self.decoder, "norm", None), "weight", None)
         if missing := [name for name, weight in found.items() if weight is None]:
             raise UserError(f"verifier {self.name}: its layers are not Llama-like ({missing[0]} is missing); "
+                            "set head.start_from_last_layer: false")  # fmt: skip
+        norm: Any = self.decoder.norm
+        if not torch.allclose(norm(1e3 * torch.ones_like(norm.weight)), norm.weight, rtol=1e-2, atol=1e-2):
+            raise UserError(f"verifier {self.name}: its norms do not multiply by their weight alone (Gemma's add one); "
                             "set head.start_from_last_layer: false")  # fmt: skip
         return {name: weight.detach() for name, weight in found.items() if weight is not None}
 
@@ -257,6 +265,31 @@ def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
 
+def check_complete(model: PreTrainedModel, info: dict[str, Any], spec: str) -> None:
+    """Refuse weights that transformers would have made up, or left untied against the configuration (C09)."""
+    if missing := sorted(info["missing_keys"]):
+        more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
+        raise UserError(f"verifier {spec}: weight {missing[0]}{more} is missing from its files")
+    if model.config.get_text_config(decoder=True).tie_word_embeddings:
+        head, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+        if head is not table and not torch.equal(head, table):
+            raise UserError(f"verifier {spec}: its configuration ties lm_head to the embeddings, its files hold two different "
+                            "tensors; set tie_word_embeddings in its config.json")  # fmt: skip
+
+
+def check_attends(config: Any) -> None:
+    """Refuse builds whose memory of earlier tokens is not masked keys and values, or whose masks no known field announces."""
+    name = config.model_type
+    if getattr(config, "num_attention_heads", None) is None:
+        raise UserError(f"verifier {name}: it has no attention heads; a recurrent state cannot be rolled back or branched")
+    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo
+        raise UserError(f"verifier {name}: its local attention layers are not supported")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type"), *(value.get("rope_type") for value in rope.values() if isinstance(value, dict))}
+    if "longrope" in kinds:
+        raise UserError(f"verifier {name}: longrope turns all positions by the longest row of a batch; not supported")
+
+
 def find_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
     for module in decoder.children():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -278,7 +311,10 @@ def attention_windows(config: Any) -> dict[str, int | None]:
 def read_facts(model: PreTrainedModel, lm_head: nn.Linear) -> Facts:
     config = model.config.get_text_config(decoder=True)
     hidden, heads = config.hidden_size, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None)
+    try:
+        head_dim = getattr(config, "head_dim", None)
+    except Exception as error:  # layers with head sizes of their own (Gemma 4)
+        raise UserError(f"verifier {config.model_type}: its layers differ in head size; not supported") from error
     if head_dim is None:
         if hidden % heads:
             raise UserError(f"verifier {config.model_type}: hidden size {hidden} is not divisible by {heads} heads and no "
@@ -311,9 +347,35 @@ def check_rebuilt_logits(verifier: Verifier) -> None:
     own = verifier.model(input_ids=ids, use_cache=False).logits.float()
     rebuilt = verifier.logits(verifier.features(ids).last).float()
     tolerance = 1e-4 if verifier.dtype == torch.float32 else 0.05
+    every = torch.arange(verifier.facts.vocab_size, device=ids.device)  # asked by columns it must say the same
+    by_columns = verifier.logits(verifier.features(ids).last, every).float()
+    rebuilt = max(rebuilt, by_columns, key=lambda logits: (own - logits).abs().max().item())
     worst = (own - rebuilt).abs().max().item()
     if not worst <= tolerance * max(1.0, own.abs().max().item()):
         ratio = (own / rebuilt).median().item()
         raise UserError(f"verifier {verifier.name}: logits rebuilt from its hidden states differ from its own by {worst:.3g} "
                         f"(median ratio own/rebuilt {ratio:.4g}); this architecture scales its logits in a way not "
                         "supported")  # fmt: skip
+
+
+@torch.no_grad()
+def check_tree_states(verifier: Verifier) -> None:
+    """Prove that a token behind six rejected siblings, in a ragged batch, is what it is in a plain pass (C31, C34)."""
+    ids = torch.randint(verifier.facts.vocab_size, (16,), generator=torch.Generator().manual_seed(1)).to(verifier.device)
+    plain = verifier.features(ids[None, :8]).last[0].float()
+    lengths, decoys = (6, 3), ids[8:14]
+    nodes = torch.stack([torch.cat([ids[n : n + 1], decoys, ids[n + 1 : n + 2]]) for n in lengths])
+    tree = torch.eye(8, dtype=torch.bool, device=verifier.device)
+    tree[:, 0] = True  # a root and its seven children, the last of which is the true one
+    depth = torch.tensor([[0, *[1] * 7]], device=verifier.device)
+    cache = verifier.new_cache(2, 16)
+    try:
+        verifier.prefill([ids[:n].tolist() for n in lengths], cache)
+        states = verifier.decode(nodes, tree[None], depth, cache).last[:, [0, 7]].float()
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise UserError(f"verifier {verifier.name}: it cannot decode a tree: {first_line(error)}") from error
+    worst = (states - torch.stack([plain[n : n + 2] for n in lengths])).abs().max().item()
+    tolerance = 1e-4 if verifier.dtype in (torch.float32, torch.float64) else 0.1
+    if not worst <= tolerance * max(1.0, plain.abs().max().item()):
+        raise UserError(f"verifier {verifier.name}: its states differ by {worst:.3g} between a tree and a plain pass; its kind "
+                        "of attention is not supported")  # fmt: skip

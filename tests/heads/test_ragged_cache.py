@@ -257,7 +257,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "bloom": {},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 256},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6},
-    "gemma4_text": PLAIN | {"sliding_window": 6},
+    "gemma4_text": PLAIN | {"sliding_window": 6, "vocab_size_per_layer_input": 96},
     "phi3": {"num_key_value_heads": 2, "intermediate_size": 64, "original_max_position_embeddings": 10,
              "rope_parameters": longrope(2.0)},
 }  # fmt: skip

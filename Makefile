@@ -6,13 +6,16 @@ READY := $(VENV)/.ready
 QUIETLY := --quiet --no-compile --disable-pip-version-check
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: quickstart test lint types docs clean
+.PHONY: quickstart test test-slow lint types docs clean
 
 quickstart: $(READY)
 	$(BIN)/headstart quickstart
 
 test: $(READY)
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-slow: $(READY)
+	$(BIN)/pytest -m slow
 
 lint: $(READY)
 	$(BIN)/ruff check

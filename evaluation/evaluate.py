@@ -39,7 +39,6 @@ class Evaluator:
         on_prompts: Callable[[int], None] = lambda count: None,
     ) -> None:
         self.verifier, self.max_new_tokens = verifier, max_new_tokens
-        # like lengths go together, yet any first few are a fair sample
         self.prompts, self.batch = list(prompts), batch
         self.timing_prompts, self.timing_repeats = timing_prompts, timing_repeats
         self.on_prompts = on_prompts

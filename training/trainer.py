@@ -1,4 +1,4 @@
-"""The training loop. Takes plain arguments; `training/run.py` builds them from a recipe."""
+"""The training loop. Takes plain arguments; `build.py` builds them from a recipe."""
 
 import math
 import time

@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 QUIETLY := --quiet --no-compile --disable-pip-version-check
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: quickstart test test-slow lint types docs clean
+.PHONY: quickstart test test-slow gpu lint types docs clean
 
 quickstart: $(READY)
 	$(BIN)/headstart quickstart
@@ -16,6 +16,9 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow
+
+gpu: $(READY)
+	$(BIN)/pytest -m gpu
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -5,13 +5,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from .data.answers import Answered, AnswerStore, regenerate
 from .data.chat import Sample, prompt_ids, samples, truncate
-from .data.conversations import Conversation, read_conversations
+from .data.conversations import Conversation, read_conversations, spread
 from .data.features import FeatureSource, MemoryFeatures, OnlineFeatures
 from .data.skips import Skips
 from .data.vocabulary import choose_vocabulary
@@ -21,14 +20,14 @@ from .evaluation.tree import AnyTree, DynamicTree, StaticTree, chain
 from .heads.base import DraftHead
 from .heads.builtin import cache_folder
 from .heads.eagle3 import Eagle3Config, Eagle3Head
+from .heads.facts import Facts
 from .heads.medusa import MedusaConfig, MedusaHead
-from .heads.verifier import Facts, Features, Verifier
+from .heads.verifier import Features, Verifier
 from .progress import progress_bar
 from .training.recipe import (
     ChainSection,
     DynamicSection,
     Eagle3Section,
-    EvaluationSection,
     MedusaSection,
     Recipe,
     StaticSection,
@@ -53,6 +52,14 @@ def build_verifier(recipe: Recipe) -> Verifier:
     return Verifier.load(recipe.verifier.model, recipe.verifier.dtype, recipe.verifier.device)
 
 
+def build_judge(recipe: Recipe, verifier: Verifier | None = None) -> Verifier:
+    """The verifier in the precision it judges in: the one given where that is the same."""
+    dtype = recipe.evaluation.dtype or recipe.verifier.dtype
+    if verifier is not None and (recipe.evaluation.dtype is None or f"torch.{dtype}" == str(verifier.dtype)):
+        return verifier
+    return Verifier.load(recipe.verifier.model, dtype, recipe.verifier.device)
+
+
 def build_conversations(recipe: Recipe) -> Conversations:
     """All conversations of the recipe, parted into training and held-out ones."""
     paths = [path for name in recipe.data.train for path in data_paths(name)]
@@ -74,12 +81,6 @@ def build_conversations(recipe: Recipe) -> Conversations:
         raise UserError(f"data.holdout: {recipe.data.holdout} leaves {len(parted.train)} conversations to train on and "
                         f"{len(parted.holdout)} held out; both need at least one")  # fmt: skip
     return parted
-
-
-def spread(rows: Sequence[Any], limit: int | None) -> list[Any]:
-    """At most `limit` of the rows, evenly spaced, so that every file and category keeps its share."""
-    count = len(rows) if limit is None else min(limit, len(rows))
-    return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def data_paths(name: str) -> list[Path]:
@@ -173,7 +174,7 @@ def build_eagle3(section: Eagle3Section, verifier: Verifier, training: Sequence[
     head = Eagle3Head(config, ids).to(verifier.device)
     batch, features = source.load(range(min(16, len(training))))
     head.even_inputs(features.layers[batch.mask])
-    head.initialise(verifier, section.start_from_last_layer)
+    head.initialise(verifier)
     return head
 
 
@@ -211,19 +212,6 @@ def build_tree(section: ChainSection | StaticSection | DynamicSection) -> AnyTre
     if isinstance(section, StaticSection):
         return StaticTree(section.paths)
     return DynamicTree(section.depth, section.top_k, section.nodes)
-
-
-def build_trees(section: EvaluationSection, head: DraftHead) -> list[AnyTree]:
-    """The recipe's trees, refused where the head cannot draft so deep."""
-    trees = [build_tree(tree) for tree in section.trees]
-    for tree in trees:
-        if head.depth is not None and tree.depth > head.depth:
-            raise UserError(f"evaluation.trees: a {tree.kind} tree of depth {tree.depth} needs as many heads; this one has "
-                            f"{head.depth}")  # fmt: skip
-        if tree.width > len(head.target_ids):
-            raise UserError(f"evaluation.trees: a {tree.kind} tree with {tree.width} children a node needs as large a draft "
-                            f"vocabulary; this one has {len(head.target_ids)} tokens")  # fmt: skip
-    return trees
 
 
 def build_prompts(verifier: Verifier, conversations: Sequence[Conversation], limit: int | None) -> list[Prompt]:

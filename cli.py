@@ -121,7 +121,7 @@ def inspect(
     Supervised tokens are green.
     """
     from .data.inspection import inspect_file
-    from .heads.verifier import load_tokenizer
+    from .heads.loading import load_tokenizer
 
     with redirect_stdout(sys.stderr):  # the first use of a builtin verifier tells of its conversion
         inspection = inspect_file(files, load_tokenizer(verifier), max_length, limit)

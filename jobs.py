@@ -12,9 +12,10 @@ from .build import (
     build_conversations,
     build_evaluator,
     build_head,
+    build_judge,
     build_samples,
     build_settings,
-    build_trees,
+    build_tree,
     build_verifier,
     needed_layers,
     say,
@@ -23,6 +24,7 @@ from .data.chat import Sample
 from .data.features import FeatureSource
 from .data.packing import batch_plan
 from .errors import UserError
+from .evaluation.evaluate import Evaluator
 from .heads.base import DraftHead, check_fits
 from .heads.files import write_text
 from .heads.hub import load_head
@@ -36,6 +38,7 @@ class Workshop:
     """What runs with the same verifier and data can share: built once, from the first recipe."""
 
     verifier: Verifier
+    evaluator: Evaluator  # with the verifier in evaluation.dtype
     conversations: Conversations
     samples: list[Sample]
     features: FeatureSource
@@ -51,7 +54,8 @@ def open_workshop(recipe: Recipe) -> Workshop:
         say(f"left out: {line}")
     tokens, learned = sum(len(s.ids) for s in samples), sum(sum(s.mask) for s in samples)
     say(f"training on {len(samples)} samples: {tokens} tokens, {learned} supervised")
-    return Workshop(verifier, conversations, samples, features, needed_layers(recipe, verifier))
+    evaluator = build_evaluator(recipe, build_judge(recipe, verifier), conversations.holdout)
+    return Workshop(verifier, evaluator, conversations, samples, features, needed_layers(recipe, verifier))
 
 
 def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) -> None:
@@ -60,8 +64,7 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     workshop = workshop or open_workshop(recipe)
     verifier, training = workshop.verifier, workshop.samples
     head = build_head(recipe, verifier, training, workshop.features)
-    evaluator = build_evaluator(recipe, verifier, workshop.conversations.holdout)
-    tree = build_trees(recipe.evaluation, head)[0]  # the cheapest look that still decodes for real
+    tree = build_tree(recipe.evaluation.trees[0])  # the cheapest look that still decodes for real
     section = recipe.training
     plan = batch_plan([len(s.ids) for s in training], section.batch_tokens, section.seed, section.steps, section.epochs)
     assert not head.needs or head.needs == workshop.layers, "the workshop was opened for other layers"
@@ -74,7 +77,7 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
         plan,
         build_settings(recipe),
         run_folder,
-        lambda h: brief(evaluator.acceptance(h, tree)),
+        lambda h: brief(workshop.evaluator.acceptance(h, tree, section.evaluate_prompts)),
     )
 
 
@@ -113,12 +116,15 @@ def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop
     """Judge the run's head on the held-out prompts and write evaluation.json. Overrides may change evaluation fields."""
     recipe = load_recipe(run_folder / "recipe.yaml", overrides)
     head = load_head(run_folder / "head")
-    holdout = workshop.conversations.holdout if workshop else build_conversations(recipe).holdout
-    verifier = workshop.verifier if workshop else build_verifier(recipe)
+    if workshop is None:
+        holdout = build_conversations(recipe).holdout
+        evaluator = build_evaluator(recipe, build_judge(recipe), holdout)
+    else:
+        evaluator = workshop.evaluator
+    verifier = evaluator.verifier
     check_fits(head.config, verifier.facts, verifier.name)
-    evaluator = build_evaluator(recipe, verifier, holdout)
     start = time.perf_counter()
-    results = evaluator.evaluate(head.to(verifier.device), build_trees(recipe.evaluation, head))
+    results = evaluator.evaluate(head.to(verifier.device), [build_tree(tree) for tree in recipe.evaluation.trees])
     evaluation = {
         "verifier": verifier.name,
         "head": describe(head),

@@ -82,3 +82,9 @@ def _conversation(path: Path, number: int, row: Any) -> tuple[Conversation, str]
 
 def _label(row: dict[str, Any], *names: str) -> str | None:
     return next((str(row[name]) for name in names if isinstance(row.get(name), str | int) and row[name] != ""), None)
+
+
+def spread(rows: Sequence[Any], limit: int | None) -> list[Any]:
+    """At most `limit` of the rows, evenly spaced, so that every file and category keeps its share."""
+    count = len(rows) if limit is None else min(limit, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]

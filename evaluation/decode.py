@@ -83,8 +83,7 @@ def speculate(
     layers = () if head is None else head.needs
     capacity = max(map(len, prompts)) + max_new_tokens + tree.nodes + tree.depth + 1
     cache = verifier.new_cache(len(prompts), capacity)
-    # the head's cache also holds every node that the tree's growth expands
-    session = None if head is None else head.begin(verifier, len(prompts), capacity + expanded_nodes(tree))
+    session = None if head is None else head.begin(verifier, len(prompts), capacity + tree.expanded)
     clock = Clock(verifier.device)
     features, ids = verifier.prefill(prompts, cache, layers)
     last = torch.tensor(cache.lengths, device=verifier.device) - 1
@@ -155,7 +154,3 @@ def record(
 
 def pick(x_BNd: Tensor, path_BP: Tensor) -> Tensor:
     return x_BNd.gather(1, path_BP[:, :, None].expand(-1, -1, x_BNd.shape[-1]))
-
-
-def expanded_nodes(tree: AnyTree) -> int:
-    return max(tree.depth - 1, 0) * (getattr(tree, "top_k", None) or tree.nodes)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..data.conversations import spread
 from ..heads.base import Batch, DraftHead, shifted
 from ..heads.verifier import Verifier
 from .decode import Decoded, speculate
@@ -69,9 +70,9 @@ class Evaluator:
         timings = self.time(head, trees)
         return [self._result(head, tree, alpha, timing) for tree, timing in zip(trees, timings, strict=True)]
 
-    def acceptance(self, head: DraftHead, tree: AnyTree) -> dict[str, Any]:
-        """Only the acceptance metrics of one tree, for a look during training."""
-        decoded, _ = self.decode(head, tree, self.prompts, self.batch)
+    def acceptance(self, head: DraftHead, tree: AnyTree, limit: int | None = None) -> dict[str, Any]:
+        """Only the acceptance metrics of one tree, on at most `limit` of the prompts, for a look during training."""
+        decoded, _ = self.decode(head, tree, spread(self.prompts, limit), self.batch)
         return acceptance([r for answer in decoded for r in answer.rounds], tree.depth)
 
     def _result(self, head: DraftHead, tree: AnyTree, alpha: float | None, timing: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +112,7 @@ class Evaluator:
         """Speed-up of each tree: medians over repeats that take turns, one prompt at a time, after a warm-up."""
         if not self.timing_prompts:
             return [{} for _ in trees]
-        prompts = self.prompts[:: max(1, len(self.prompts) // self.timing_prompts)][: self.timing_prompts]
+        prompts = spread(self.prompts, self.timing_prompts)
         contenders: list[tuple[DraftHead | None, AnyTree]] = [(None, chain(0)), *((head, tree) for tree in trees)]
         for contender in contenders:
             self.decode(*contender, prompts[:1], 1)

@@ -46,11 +46,11 @@ class StaticTree:
                 raise UserError(f"static tree: path {list(path)} has no parent {list(path[:-1])} among the paths")
         self.depth = max((len(path) for path in self.paths), default=0)
         self.nodes = len(self.paths) + 1
-        self.width = max((path[-1] + 1 for path in self.paths), default=0)
         self.parents = torch.tensor([-1] + [index[path[:-1]] for path in self.paths])[None]
         self.depths = torch.tensor([0] + [len(path) for path in self.paths])[None]
         self.seen = ancestry(self.parents, self.depth)
         self.levels = self._levels()
+        self.expanded = sum(len(level.expand) for level in self.levels)  # nodes that the head runs through while drafting
 
     def _levels(self) -> list[Level]:
         inner = {path[:-1] for path in self.paths}
@@ -95,8 +95,8 @@ class DynamicTree:
 
     def __init__(self, depth: int, top_k: int, nodes: int) -> None:
         self.depth, self.top_k = depth, top_k
-        self.width = top_k
         self.nodes = min(nodes, 1 + top_k + (depth - 1) * top_k**2)
+        self.expanded = (depth - 1) * top_k  # nodes that the head runs through while drafting
 
     def describe(self) -> dict[str, object]:
         return {"kind": self.kind, "depth": self.depth, "top_k": self.top_k, "nodes": self.nodes}

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from ..errors import UserError
+from .facts import Facts
 from .losses import HeadLoss
-from .verifier import Facts, Features, Verifier
+from .verifier import Features, Verifier
 
 
 class HeadConfig(BaseModel):
@@ -86,6 +87,11 @@ class DraftHead(nn.Module, ABC):
     def loss(self, batch: Batch, features: Features, verifier: Verifier) -> HeadLoss:
         """Loss terms of METHODS, a term for each depth, over supervised positions only."""
 
+    @torch.no_grad()
+    def teacher(self, features: Features, verifier: Verifier, wanted: Tensor) -> Tensor:
+        """The verifier's probabilities [M, Q], over the head's own vocabulary alone, at the `wanted` [B, T] positions."""
+        return verifier.logits(features.last[wanted], self.target_ids).float().softmax(-1)
+
     @abstractmethod
     def first_draft(self, batch: Batch, features: Features, verifier: Verifier, where: Tensor) -> Tensor:
         """log q [N, Q] of token t + 2, the root's child, at the positions t where `where` [B, T] is true, in row order."""
@@ -108,6 +114,20 @@ def shifted(x: Tensor, by: int, fill: Any) -> Tensor:
     if by < x.shape[1]:
         out[:, : x.shape[1] - by] = x[:, by:]
     return out
+
+
+def target_rows(supervised: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the verifier made the choices to learn: depth k at t learns the one made at t + 1 + k (of token t + 2 + k).
+
+    supervised: bool [K, B, T] -> wanted: bool [B, T], positions that some depth learns from; index: [B, T], their running
+    number, -1 elsewhere.
+    """
+    wanted = torch.zeros_like(supervised[0])
+    for k, positions in enumerate(supervised):
+        wanted[:, 1 + k :] |= positions[:, : max(wanted.shape[1] - 1 - k, 0)]
+    index = torch.full(wanted.shape, -1, device=wanted.device)
+    index[wanted] = torch.arange(int(wanted.sum()), device=wanted.device)
+    return wanted, index
 
 
 Builder = Callable[[dict[str, Any]], DraftHead]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .base import Batch, DraftHead, DraftSession, HeadConfig, check_fits, columns_of, register, shifted
+from .base import Batch, DraftHead, DraftSession, HeadConfig, check_fits, columns_of, register, shifted, target_rows
 from .cache import RaggedCache, additive, visible
 from .layers import Attention, Mlp, RotaryPositions, attend, attend_with_own_steps
 from .losses import HeadLoss, linear_cross_entropy
@@ -79,7 +79,7 @@ class Eagle3Head(DraftHead):
         `input_scale` only makes the optimizer's task even: a verifier's states differ by orders of magnitude from one dimension
         to another. It is a constant, so fc.weight · diag(input_scale) is the plain fc of the paper and of every engine.
         """
-        return self.fc(layers.float() * self.input_scale)
+        return self.fc(layers.float() * self.input_scale).float()  # autocast or not, the residual stream is float32
 
     @torch.no_grad()
     def even_inputs(self, layers: Tensor) -> None:
@@ -90,23 +90,11 @@ class Eagle3Head(DraftHead):
         self.input_scale.copy_(1.0 / layers.float().abs().median(0).values.clamp(min=1e-3))
 
     @torch.no_grad()
-    def initialise(self, verifier: Verifier, from_last_layer: bool = False) -> None:
-        """The lm_head starts as the verifier's rows; optionally the layer as the verifier's last one, reading a_high."""
+    def initialise(self, verifier: Verifier) -> None:
+        """The lm_head starts as the verifier's rows, and the last norm so that logits vary by about one: a start near the
+        uniform distribution, not one that is sure of the wrong thing."""
         self.lm_head.weight.copy_(verifier.lm_head.weight[self.target_ids] * verifier.logit_multiplier)
-        if not from_last_layer:
-            return
-        layer, d = verifier.llama_layer(-1), self.config.hidden_size
-        self.fc.weight.zero_()[:, -d:] = torch.diag(1.0 / self.input_scale[-d:])
-        for name in ("q_proj", "k_proj", "v_proj"):
-            weight = getattr(self.midlayer.self_attn, name).weight
-            weight[:, d:] = layer[f"self_attn.{name}"]
-            weight[:, :d] *= 0.1
-        self.midlayer.self_attn.o_proj.weight.copy_(layer["self_attn.o_proj"])
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(self.midlayer.mlp, name).weight.copy_(layer[f"mlp.{name}"])
-        self.midlayer.hidden_norm.weight.copy_(layer["input_layernorm"])
-        self.midlayer.post_attention_layernorm.weight.copy_(layer["post_attention_layernorm"])
-        self.norm.weight.copy_(layer["norm"])
+        self.norm.weight.fill_(1.0 / self.lm_head.weight.norm(dim=1).mean().item())
 
     @property
     def needs(self) -> tuple[int, ...]:
@@ -131,28 +119,19 @@ class Eagle3Head(DraftHead):
 
     def loss(self, batch: Batch, features: Features, verifier: Verifier) -> HeadLoss:
         supervised = self.supervised(batch, features)
-        teacher, index = self.teacher(features, verifier, supervised)
+        wanted, index = target_rows(supervised)
+        teacher = self.teacher(features, verifier, wanted)
         rows, states = self.training_states(batch, features, verifier, supervised.any(0), self.config.depth)
         sums, correct = [], []
         for k, state in enumerate(states):
             here = supervised[k].gather(1, rows.clamp(min=0)) & (rows >= 0)  # [B, R]
-            target_rows = shifted(index, 1 + k, -1).gather(1, rows.clamp(min=0))[here]
-            loss, hits = linear_cross_entropy(self.norm(state[here]), self.lm_head.weight, teacher, target_rows)
+            labels = shifted(index, 1 + k, -1).gather(1, rows.clamp(min=0))[here]
+            loss, hits = linear_cross_entropy(self.norm(state[here]), self.lm_head.weight, teacher, labels)
             sums.append(loss)
             correct.append(hits)
         counts = supervised.flatten(1).sum(1)
         weights = self.config.decay ** torch.arange(self.config.depth, device=counts.device)
         return HeadLoss(torch.stack(sums), counts, torch.stack(correct), weights)
-
-    def teacher(self, features: Features, verifier: Verifier, supervised: Tensor) -> tuple[Tensor, Tensor]:
-        """The verifier's softmax over the draft vocabulary [M, Q] where any step needs it, and index [B, T] into it."""
-        wanted = torch.zeros_like(supervised[0])
-        for k, positions in enumerate(supervised):
-            wanted[:, 1 + k :] |= positions[:, : max(wanted.shape[1] - 1 - k, 0)]
-        index = torch.full(wanted.shape, -1, device=wanted.device)
-        index[wanted] = torch.arange(int(wanted.sum()), device=wanted.device)
-        with torch.no_grad():
-            return verifier.logits(features.last[wanted], self.target_ids).float().softmax(-1), index
 
     def training_states(
         self, batch: Batch, features: Features, verifier: Verifier, queries: Tensor, steps: int

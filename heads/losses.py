@@ -39,30 +39,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        device = hidden.device.type
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        products = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        loss = hidden.new_zeros(())
+        hidden, weight = hidden.to(products), weight.to(products)
+        loss = torch.zeros((), dtype=precise, device=hidden.device)
         correct = torch.zeros((), dtype=torch.long, device=hidden.device)
         for start in range(0, hidden.shape[0], CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
-            h = hidden[part]
-            log_q = torch.log_softmax(h @ weight.T, -1, dtype=torch.promote_types(hidden.dtype, torch.float32))
+            log_q = torch.log_softmax(hidden[part] @ weight.T, -1, dtype=precise)
             target = targets[part] if rows is None else targets[rows[part]]
             if target.dim() == 1:
                 correct += (log_q.argmax(-1) == target).sum()
                 picked = target[:, None]
-                loss -= log_q.gather(1, picked).sum().to(loss.dtype)
+                loss -= log_q.gather(1, picked).sum()
                 grad = log_q.exp_()
-                grad.scatter_add_(1, picked, torch.full_like(picked, -1.0, dtype=grad.dtype))
+                grad.scatter_add_(1, picked, torch.full_like(picked, -1.0, dtype=precise))
             else:
                 correct += (log_q.argmax(-1) == target.argmax(-1)).sum()
-                loss -= torch.dot(target.flatten(), log_q.flatten()).to(loss.dtype)
+                loss -= torch.dot(target.flatten(), log_q.flatten())
                 grad = log_q.exp_().sub_(target)
-            grad = grad.to(h.dtype)
+            grad = grad.to(products)
             if grad_hidden is not None:
-                torch.matmul(grad, weight, out=grad_hidden[part])
+                grad_hidden[part] = grad @ weight
             if grad_weight is not None:
-                grad_weight.addmm_(grad.T, h)
+                grad_weight += grad.T @ hidden[part]
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(correct)
         return loss, correct

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .base import Batch, DraftHead, DraftSession, HeadConfig, check_fits, columns_of, register, shifted
+from .base import Batch, DraftHead, DraftSession, HeadConfig, check_fits, columns_of, register, shifted, target_rows
 from .losses import HeadLoss, linear_cross_entropy
 from .verifier import Features, Verifier
 
@@ -94,11 +94,12 @@ class MedusaHead(DraftHead):
     def loss(self, batch: Batch, features: Features, verifier: Verifier) -> HeadLoss:
         supervised = self.supervised(batch, features)
         outputs = self.output_weights(verifier)
-        targets, index = self.targets(batch, features, verifier, supervised)
+        wanted, index = target_rows(supervised)
+        targets = self.targets(batch, features, verifier, wanted)
         sums, correct = [], []
         for i, blocks in enumerate(self.blocks):
             hidden = blocks(features.last[supervised[i]].float())
-            rows = shifted(index, i, -1)[supervised[i]]
+            rows = shifted(index, 1 + i, -1)[supervised[i]]
             loss, hits = linear_cross_entropy(hidden, outputs[i], targets, rows)
             sums.append(loss)
             correct.append(hits)
@@ -106,19 +107,11 @@ class MedusaHead(DraftHead):
         weights = self.config.decay ** torch.arange(self.config.heads, device=counts.device)
         return HeadLoss(torch.stack(sums), counts, torch.stack(correct), weights)
 
-    def targets(self, batch: Batch, features: Features, verifier: Verifier, supervised: Tensor) -> tuple[Tensor, Tensor]:
-        """Labels [M] or teacher probabilities [M, Q], and index [B, T]: where the target of head 0 at t is among them."""
-        wanted = torch.zeros_like(batch.mask)  # positions t of head 0's targets that any head uses
-        for i, positions in enumerate(supervised):
-            wanted[:, i:] |= positions[:, : max(wanted.shape[1] - i, 0)]
-        index = torch.full_like(batch.ids, -1)
-        index[wanted] = torch.arange(int(wanted.sum()), device=index.device)
-        if self.config.targets == "hard":
-            columns = columns_of(self.target_ids, self.config.vocab_size)
-            return columns[shifted(batch.ids, 2, 0)[wanted]], index
-        teacher = shifted(features.last, 1, 0.0)[wanted]
-        with torch.no_grad():
-            return verifier.logits(teacher, self.target_ids).float().softmax(-1), index
+    def targets(self, batch: Batch, features: Features, verifier: Verifier, wanted: Tensor) -> Tensor:
+        """What is to be learned from the `wanted` [B, T] positions: labels [M], or the verifier's probabilities [M, Q]."""
+        if self.config.targets == "soft":
+            return self.teacher(features, verifier, wanted)
+        return columns_of(self.target_ids, self.config.vocab_size)[shifted(batch.ids, 1, 0)[wanted]]
 
     @torch.no_grad()
     def first_draft(self, batch: Batch, features: Features, verifier: Verifier, where: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The frozen model that drafts are verified by. This is the only file that knows a transformers model's insides.
+"""The frozen model that drafts are verified by. Only this file and facts.py know a transformers model's insides.
 
 Shapes: B rows, T tokens, S slots or positions, d hidden size, L captured layers, V rows of the verifier's lm_head.
 """
@@ -10,20 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel
 
 from ..errors import UserError
-from .builtin import builtin_folder
 from .cache import RaggedCache, additive, visible
-
-transformers_logging.disable_progress_bar()
+from .facts import attention_windows, check_attends, find_layers, read_facts
+from .loading import first_line, load_model, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -38,23 +34,6 @@ class Features:
     last: Tensor
     layers: Tensor
     choice: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Sizes of the verifier that draft heads and masks are built from; `rope_parameters` is None where nothing rotates."""
-
-    hidden_size: int
-    vocab_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope_parameters: dict[str, Any] | None
-    stop_ids: tuple[int, ...]
 
 
 class Verifier:
@@ -79,18 +58,7 @@ class Verifier:
     @classmethod
     def load(cls, spec: str, dtype: torch.dtype | str = torch.float32, device: str = "auto") -> "Verifier":
         """spec: hub id, folder, .gguf file or `builtin:` name. Raises UserError when it cannot be loaded or does not fit."""
-        if isinstance(dtype, str):
-            dtype = getattr(torch, dtype)
-        place = resolve_device(device)
-        source = resolve(spec)
-        try:
-            config = None if "gguf_file" in source else load_config(source)
-            options = {"attn_implementation": "eager"} if needs_eager(config) else {}
-            model, info = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, output_loading_info=True, **options)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise UserError(f"verifier {spec}: cannot be loaded: {first_line(error)}") from error
-        check_complete(model, info, spec)
-        return cls(model.to(place), load_tokenizer(spec), spec)
+        return cls(load_model(spec, dtype, device), load_tokenizer(spec), spec)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -138,25 +106,6 @@ class Verifier:
         with self._captured(layers) as states:
             last = self.decoder(input_ids=ids, use_cache=False).last_hidden_state
         return Features(last, concatenate(states, last))
-
-    def llama_layer(self, index: int) -> dict[str, Tensor]:
-        """Weights of a decoder layer and of the final norm under Llama's names, where the architecture has those.
-
-        Raises UserError for a layer of another build.
-        """
-        names = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
-        names += ["input_layernorm", "post_attention_layernorm"]
-        weights = dict(self.layers[index].named_parameters())
-        found = {name: weights.get(f"{name}.weight") for name in names}
-        found["norm"] = getattr(getattr(self.decoder, "norm", None), "weight", None)
-        if missing := [name for name, weight in found.items() if weight is None]:
-            raise UserError(f"verifier {self.name}: its layers are not Llama-like ({missing[0]} is missing); "
-                            "set head.start_from_last_layer: false")  # fmt: skip
-        norm: Any = self.decoder.norm
-        if not torch.allclose(norm(1e3 * torch.ones_like(norm.weight)), norm.weight, rtol=1e-2, atol=1e-2):
-            raise UserError(f"verifier {self.name}: its norms do not multiply by their weight alone (Gemma's add one); "
-                            "set head.start_from_last_layer: false")  # fmt: skip
-        return {name: weight.detach() for name, weight in found.items() if weight is not None}
 
     def new_cache(self, batch: int, capacity: int) -> RaggedCache:
         """An empty cache for `batch` sequences of at most `capacity` tokens (drafted ones included)."""
@@ -217,127 +166,6 @@ class Verifier:
 
 def concatenate(states: list[Tensor], last: Tensor) -> Tensor:
     return torch.cat(states, -1) if states else last[..., :0]
-
-
-def resolve(spec: str) -> dict[str, str]:
-    """The from_pretrained arguments of a verifier's name."""
-    if spec.startswith("builtin:"):
-        return {"pretrained_model_name_or_path": str(builtin_folder(spec.removeprefix("builtin:")))}
-    path = Path(spec).expanduser()
-    if spec.endswith(".gguf"):
-        if not path.is_file():
-            raise UserError(f"verifier {spec}: no such file")
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    looks_local = spec.startswith((".", "/", "~")) or spec.count("/") > 1
-    if looks_local and not path.is_dir():
-        raise UserError(f"verifier {spec}: no such folder")
-    return {"pretrained_model_name_or_path": str(path) if path.is_dir() else spec}
-
-
-def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
-    """The verifier's tokenizer. Raises UserError when there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(**resolve(spec))
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"verifier {spec}: its tokenizer cannot be loaded: {first_line(error)}") from error
-
-
-def load_config(source: dict[str, str]) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(source["pretrained_model_name_or_path"]).get_text_config(decoder=True)
-
-
-def needs_eager(config: Any) -> bool:
-    """Attention soft-capping (Gemma 2) is not in the fused kernels."""
-    return getattr(config, "attn_logit_softcapping", None) is not None
-
-
-def resolve_device(device: str) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device {device}: no CUDA device is visible; use device: cpu or auto")
-    return torch.device(device)
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
-
-
-def check_complete(model: PreTrainedModel, info: dict[str, Any], spec: str) -> None:
-    """Refuse weights that transformers would have made up, or left untied against the configuration (C09)."""
-    if missing := sorted(info["missing_keys"]):
-        more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
-        raise UserError(f"verifier {spec}: weight {missing[0]}{more} is missing from its files")
-    if model.config.get_text_config(decoder=True).tie_word_embeddings:
-        head, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-        if head is not table and not torch.equal(head, table):
-            raise UserError(f"verifier {spec}: its configuration ties lm_head to the embeddings, its files hold two different "
-                            "tensors; set tie_word_embeddings in its config.json")  # fmt: skip
-
-
-def check_attends(config: Any) -> None:
-    """Refuse builds whose memory of earlier tokens is not masked keys and values, or whose masks no known field announces."""
-    name = config.model_type
-    if getattr(config, "num_attention_heads", None) is None:
-        raise UserError(f"verifier {name}: it has no attention heads; a recurrent state cannot be rolled back or branched")
-    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo
-        raise UserError(f"verifier {name}: its local attention layers are not supported")
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type"), *(value.get("rope_type") for value in rope.values() if isinstance(value, dict))}
-    if "longrope" in kinds:
-        raise UserError(f"verifier {name}: longrope turns all positions by the longest row of a batch; not supported")
-
-
-def find_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
-    for module in decoder.children():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise UserError(f"verifier {type(decoder).__name__}: no list of {count} decoder layers found; not supported")
-
-
-def attention_windows(config: Any) -> dict[str, int | None]:
-    """Kinds of attention layer and how far each sees (None: everything)."""
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    known = {"full_attention": None, "sliding_attention": window}
-    if unknown := kinds - known.keys():
-        raise UserError(f"verifier {config.model_type}: {', '.join(sorted(unknown))} layers keep a state that cannot be "
-                        "rolled back or branched; trees and drafts are not supported")  # fmt: skip
-    return {kind: known[kind] for kind in sorted(kinds)}
-
-
-def read_facts(model: PreTrainedModel, lm_head: nn.Linear) -> Facts:
-    config = model.config.get_text_config(decoder=True)
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    try:
-        head_dim = getattr(config, "head_dim", None)
-    except Exception as error:  # layers with head sizes of their own (Gemma 4)
-        raise UserError(f"verifier {config.model_type}: its layers differ in head size; not supported") from error
-    if head_dim is None:
-        if hidden % heads:
-            raise UserError(f"verifier {config.model_type}: hidden size {hidden} is not divisible by {heads} heads and no "
-                            "head_dim is given")  # fmt: skip
-        head_dim = hidden // heads
-    rope = getattr(config, "rope_parameters", None) or None
-    if rope is not None and "rope_type" not in rope:  # one set of parameters a kind of layer (Gemma 3)
-        rope = rope.get("full_attention") or next(iter(rope.values()))
-    stop = model.generation_config.eos_token_id if model.generation_config is not None else None
-    stop = config.eos_token_id if stop is None else stop
-    return Facts(
-        hidden_size=hidden,
-        vocab_size=lm_head.weight.shape[0],
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=head_dim,
-        intermediate_size=getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden,
-        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-5,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=rope,
-        stop_ids=tuple(stop) if isinstance(stop, list | tuple) else () if stop is None else (stop,),
-    )
 
 
 @torch.no_grad()

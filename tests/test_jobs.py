@@ -291,14 +291,20 @@ def nothing_held_out(write: Callable[..., Path], folder: Path) -> tuple[Path, st
     return write("medusa", data__train=[str(path)]), "data.holdout: split leaves 12 conversations to train on and 0 held out"
 
 
+def evaluation_line(recipe: Path) -> str:
+    return f"{recipe}:{recipe.read_text(encoding='utf-8').splitlines().index('evaluation:') + 1}: evaluation: "
+
+
 def too_deep(write: Callable[..., Path], folder: Path) -> tuple[Path, str]:
     recipe = write("medusa", evaluation__trees=[{"kind": "chain", "depth": 4}])
-    return recipe, "evaluation.trees: a chain tree of depth 4 needs as many heads; this one has 3"
+    return recipe, evaluation_line(recipe) + "a chain tree of depth 4 needs as many heads; this head has 3"
 
 
 def too_wide(write: Callable[..., Path], folder: Path) -> tuple[Path, str]:
     tree = {"kind": "dynamic", "depth": 2, "top_k": 9, "nodes": 12}
-    return write("medusa", head__vocabulary=8, evaluation__trees=[tree]), "evaluation.trees: "
+    recipe = write("medusa", head__vocabulary=8, evaluation__trees=[tree])
+    return recipe, (evaluation_line(recipe) + "a dynamic tree with 9 children a node needs as large a draft "
+                    "vocabulary; this head has 8 tokens")  # fmt: skip
 
 
 def too_long(write: Callable[..., Path], folder: Path) -> tuple[Path, str]:

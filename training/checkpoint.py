@@ -1,13 +1,13 @@
 """Checkpoints: everything a stopped run needs to go on exactly where it was."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from ..heads.base import DraftHead
 from ..heads.files import replace_folder
@@ -31,10 +31,10 @@ class Checkpoints:
     def steps(self) -> list[int]:
         return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
 
-    def save(self, head: DraftHead, optimizer: Optimizer, scheduler: LRScheduler, progress: Progress) -> None:
+    def save(self, head: DraftHead, optimizers: Sequence[Optimizer], progress: Progress) -> None:
         def write(target: Path) -> None:
             save_file({k: v.detach().cpu().contiguous() for k, v in head.state_dict().items()}, target / "head.safetensors")
-            torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, target / "optimizer.pt")
+            torch.save([optimizer.state_dict() for optimizer in optimizers], target / "optimizers.pt")
             (target / "progress.json").write_text(json.dumps(vars(progress)))
 
         replace_folder(self.folder / f"step-{progress.step}", write)
@@ -44,14 +44,14 @@ class Checkpoints:
                 file.unlink()
             replaced.rmdir()
 
-    def load(self, head: DraftHead, optimizer: Optimizer, scheduler: LRScheduler) -> Progress:
+    def load(self, head: DraftHead, optimizers: Sequence[Optimizer]) -> Progress:
         """Restore the newest checkpoint, if there is one, and say where it stood."""
         steps = self.steps()
         if not steps:
             return Progress()
         source = self.folder / f"step-{steps[-1]}"
         head.load_state_dict(load_file(source / "head.safetensors"))
-        state = torch.load(source / "optimizer.pt", weights_only=True)
-        optimizer.load_state_dict(state["optimizer"])
-        scheduler.load_state_dict(state["scheduler"])
+        states = torch.load(source / "optimizers.pt", weights_only=True)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
         return Progress(**json.loads((source / "progress.json").read_text()))

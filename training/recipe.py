@@ -40,7 +40,10 @@ class VerifierSection(Section):
     """The frozen model that the head drafts for."""
 
     model: str = Field(min_length=1, description="hub id, folder, or builtin:smollm2-135m")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="bfloat16", description="of the verifier's weights")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="bfloat16",
+        description="of the verifier's weights; auto is bfloat16 where the device multiplies in it, float32 elsewhere",
+    )
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, mps, cuda or cuda:N")
 
     @field_validator("model")
@@ -103,7 +106,6 @@ class Eagle3Section(Section):
     )
     depth: int = Field(default=7, ge=1, description="steps of the training-time test")
     decay: float = Field(default=0.8, gt=0, le=1, description="step k weighs decay to the power k in the loss")
-    start_from_last_layer: bool = Field(default=False, description="start from the weights of the verifier's last layer")
 
 
 class TrainingSection(Section):
@@ -112,6 +114,9 @@ class TrainingSection(Section):
     steps: int | None = Field(default=None, ge=1, description="optimizer steps (this or epochs)")
     epochs: float | None = Field(default=None, gt=0, validate_default=True, description="passes over the data (this or steps)")
     batch_tokens: int = Field(default=8192, ge=1, description="tokens an optimizer step, over all processes")
+    optimizer: Literal["adamw", "muon"] = Field(
+        default="adamw", description="adamw, or muon for the matrices between hidden states and adamw for the rest"
+    )
     learning_rate: float = Field(gt=0, description="the highest learning rate, such as 1.0e-3 (Medusa) or 1.0e-4 (EAGLE-3)")
     schedule: Literal["cosine", "constant"] = Field(default="cosine", description="the learning rate after the warm-up")
     warmup: float = Field(default=0.1, ge=0, lt=1, description="share of the steps")
@@ -125,6 +130,9 @@ class TrainingSection(Section):
     save_every: int | None = Field(default=None, ge=1, description="steps between checkpoints; null saves at the end only")
     evaluate_every: int | None = Field(
         default=None, ge=1, description="steps between held-out evaluations; null evaluates at the end only"
+    )
+    evaluate_prompts: int | None = Field(
+        default=None, ge=1, description="prompts of a held-out evaluation while training; null is all of evaluation.prompts"
     )
 
     @field_validator("epochs")
@@ -142,6 +150,10 @@ class ChainSection(Section):
 
     kind: Literal["chain"] = "chain"
     depth: int = Field(ge=1, description="tokens drafted a round")
+
+    @property
+    def width(self) -> int:
+        return 1
 
 
 class StaticSection(Section):
@@ -164,6 +176,14 @@ class StaticSection(Section):
                 raise ValueError(f"path {list(path)} needs its parent {list(path[:-1])}")
         return paths
 
+    @property
+    def depth(self) -> int:
+        return max(map(len, self.paths))
+
+    @property
+    def width(self) -> int:
+        return max(path[-1] for path in self.paths) + 1
+
 
 class DynamicSection(Section):
     """A tree grown every round where the head is most sure (EAGLE-2)."""
@@ -172,6 +192,10 @@ class DynamicSection(Section):
     depth: int = Field(ge=1, description="levels")
     top_k: int = Field(ge=1, description="children a node, and nodes that grow on a level")
     nodes: int = Field(ge=2, description="nodes kept for verification, the root included")
+
+    @property
+    def width(self) -> int:
+        return self.top_k
 
 
 HeadSection = Annotated[MedusaSection | Eagle3Section, Field(discriminator="kind")]
@@ -183,6 +207,9 @@ class EvaluationSection(Section):
 
     trees: tuple[TreeSection, ...] = Field(
         default=(ChainSection(depth=4),), strict=False, min_length=1, description="a list of trees, each evaluated"
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None, description="of the verifier's weights while judging; null is verifier.dtype"
     )
     max_new_tokens: int = Field(default=128, ge=1, description="tokens decoded a prompt")
     batch: int = Field(default=1, ge=1, description="prompts decoded at a time")
@@ -199,6 +226,20 @@ class Recipe(Section):
     head: HeadSection = Field(description="a section with the kind of head")
     training: TrainingSection = Field(description="a section with steps or epochs and the learning rate")
     evaluation: EvaluationSection = Field(default=EvaluationSection(), description="how the head is judged")
+
+    @field_validator("evaluation")
+    @classmethod
+    def _draftable(cls, evaluation: EvaluationSection, info: ValidationInfo) -> EvaluationSection:
+        head = info.data.get("head")  # None where it has faults of its own
+        deepest = head.heads if isinstance(head, MedusaSection) else None
+        widest = head and (head.vocabulary if isinstance(head, MedusaSection) else head.draft_vocabulary)
+        for tree in evaluation.trees:
+            if deepest and tree.depth > deepest:
+                raise ValueError(f"a {tree.kind} tree of depth {tree.depth} needs as many heads; this head has {deepest}")
+            if widest and tree.width > widest:
+                raise ValueError(f"a {tree.kind} tree with {tree.width} children a node needs as large a draft vocabulary; "
+                                 f"this head has {widest} tokens")  # fmt: skip
+        return evaluation
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -2,7 +2,6 @@
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import AdamW, Optimizer
 
 from ..data.features import FeatureSource
 from ..errors import UserError
@@ -21,6 +19,7 @@ from ..heads.losses import HeadLoss
 from ..heads.verifier import Verifier
 from ..progress import progress_bar
 from .checkpoint import Checkpoints, Progress
+from .muon import Muon
 from .tracking import Metrics
 
 Evaluate = Callable[[DraftHead], dict[str, Any]]  # held-out decoding: at least {"tau": ..}
@@ -30,6 +29,7 @@ Evaluate = Callable[[DraftHead], dict[str, Any]]  # held-out decoding: at least 
 class Settings:
     """How to optimise; names and meaning as in the recipe's `training` section."""
 
+    optimizer: str
     learning_rate: float
     warmup: float
     schedule: str
@@ -52,42 +52,57 @@ def fit(
 ) -> Progress:
     """Train `head` on the batches of `plan` (sample indices, one entry an optimizer step), resuming what the run folder holds.
 
-    Keeps the head of the best held-out tau in run_folder/head. Trainable weights and moments are float32.
+    Keeps the head of the best held-out tau in run_folder/head. Trainable weights and moments are float32; under a verifier in
+    half precision products are bfloat16.
     """
-    optimizer, scheduler = make_optimizer(head, settings, len(plan))
+    half = verifier.dtype.itemsize == 2
+    optimizers = make_optimizers(head, settings, torch.bfloat16 if half else torch.float32)
     checkpoints = Checkpoints(run_folder / "checkpoints")
-    progress = checkpoints.load(head, optimizer, scheduler)
+    progress = checkpoints.load(head, optimizers)
     metrics = Metrics(run_folder / "metrics.jsonl", progress.step)
     window = Window(progress.seconds)
     head.train()
     with progress_bar(f"training {head.kind}", len(plan), progress.step) as bar:
         for indices in plan[progress.step :]:
+            share = rate(progress.step, len(plan), settings.warmup, settings.schedule)
+            set_learning_rate(optimizers, settings.learning_rate * share)
             batch, features = source.load(indices)
-            losses = head.loss(batch, features, verifier)
-            norm = step(head, losses, optimizer, settings.clip, progress.step)
-            with warnings.catch_warnings():  # a first batch without a label makes no optimizer step
-                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                scheduler.step()
+            with torch.autocast(verifier.device.type, torch.bfloat16, enabled=half):
+                losses = head.loss(batch, features, verifier)
+            norm = step(head, losses, optimizers, settings.clip, progress.step)
             progress.step += 1
             window.add(losses, norm, int(batch.lengths.sum()))
             bar(1, f"loss {window.mean_loss():.3f}  {window.tokens_per_second():.0f} tokens/s")
             last = progress.step == len(plan)
             if last or progress.step % settings.log_every == 0:
-                metrics.log(progress.step, learning_rate=scheduler.get_last_lr()[0], **window.flush())
+                metrics.log(progress.step, learning_rate=settings.learning_rate * share, **window.flush())
             if last or due(progress.step, settings.evaluate_every):
                 judge(head, evaluate, progress, metrics, run_folder)
             if last or due(progress.step, settings.save_every):
                 progress.seconds = window.seconds()
-                checkpoints.save(head, optimizer, scheduler, progress)
+                checkpoints.save(head, optimizers, progress)
     return progress
 
 
-def make_optimizer(head: nn.Module, settings: Settings, steps: int) -> tuple[AdamW, LambdaLR]:
-    parameters = [p for p in head.parameters() if p.requires_grad]
-    optimizer = AdamW(
-        parameters, lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
-    )
-    return optimizer, LambdaLR(optimizer, lambda done: rate(done, steps, settings.warmup, settings.schedule))
+def make_optimizers(head: nn.Module, settings: Settings, products: torch.dtype = torch.float32) -> list[Optimizer]:
+    """AdamW for everything, or Muon for the matrices between hidden states and AdamW for the rest."""
+    named = {name: p for name, p in head.named_parameters() if p.requires_grad}
+    hidden = {name for name, p in named.items() if p.dim() == 2 and "lm_head" not in name}
+    inner = [p for name, p in named.items() if settings.optimizer == "muon" and name in hidden]
+    rest = [p for name, p in named.items() if settings.optimizer != "muon" or name not in hidden]
+    lr, decay = settings.learning_rate, settings.weight_decay
+    optimizers: list[Optimizer] = []
+    if inner:
+        optimizers.append(Muon(inner, lr, weight_decay=decay, dtype=products))
+    if rest:
+        optimizers.append(AdamW(rest, lr=lr, betas=settings.betas, weight_decay=decay, fused=True))
+    return optimizers
+
+
+def set_learning_rate(optimizers: Sequence[Optimizer], value: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = value
 
 
 def rate(done: int, steps: int, warmup: float, schedule: str) -> float:
@@ -100,16 +115,17 @@ def rate(done: int, steps: int, warmup: float, schedule: str) -> float:
     return 0.5 * (1 + math.cos(math.pi * (done - warm) / max(steps - warm, 1)))
 
 
-def step(head: nn.Module, losses: HeadLoss, optimizer: AdamW, clip: float, number: int) -> float:
+def step(head: nn.Module, losses: HeadLoss, optimizers: Sequence[Optimizer], clip: float, number: int) -> float:
     """One optimizer step; returns the gradient's norm before clipping. A batch without a label changes nothing."""
-    optimizer.zero_grad(set_to_none=True)
+    head.zero_grad(set_to_none=True)
     if not bool(losses.counts.any()):
         return 0.0
     losses.total().backward()
     norm = nn.utils.clip_grad_norm_(head.parameters(), clip).item()
     if not math.isfinite(norm):
         raise UserError(f"step {number + 1}: the gradient is {norm}; lower training.learning_rate or look at the data")
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     return norm
 
 

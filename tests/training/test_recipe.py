@@ -80,6 +80,7 @@ def test_defaults(write: Any) -> None:
             "steps": 100,
             "epochs": None,
             "batch_tokens": 8192,
+            "optimizer": "adamw",
             "learning_rate": 0.001,
             "schedule": "cosine",
             "warmup": 0.1,
@@ -90,9 +91,11 @@ def test_defaults(write: Any) -> None:
             "log_every": 10,
             "save_every": None,
             "evaluate_every": None,
+            "evaluate_prompts": None,
         },
         "evaluation": {
             "trees": [{"kind": "chain", "depth": 4}],
+            "dtype": None,
             "max_new_tokens": 128,
             "batch": 1,
             "prompts": None,
@@ -104,7 +107,7 @@ def test_defaults(write: Any) -> None:
 
 def test_eagle3_defaults(write: Any) -> None:
     recipe = load_recipe(write(GOOD), ["head={kind: eagle3}"])
-    assert recipe.head == Eagle3Section(layers=None, draft_vocabulary=None, depth=7, decay=0.8, start_from_last_layer=False)
+    assert recipe.head == Eagle3Section(layers=None, draft_vocabulary=None, depth=7, decay=0.8)
 
 
 def test_recipe_is_frozen_all_the_way_down(write: Any) -> None:
@@ -362,7 +365,7 @@ def test_round_trip_of_text_that_looks_like_something_else(write: Any, model: st
 
 def test_resolved_recipe_is_readable() -> None:
     text = recipe_yaml(load_recipe(shipped_recipes()["smollm2-135m/eagle3"], ["head.layers=[2, 15, 27]"]))
-    assert text.startswith("verifier:\n  model: builtin:smollm2-135m\n  dtype: float32\n  device: auto\ndata:\n")
+    assert text.startswith("verifier:\n  model: builtin:smollm2-135m\n  dtype: auto\n  device: auto\ndata:\n")
     assert "\n  layers: [2, 15, 27]\n" in text
     assert "\n  trees:\n  - kind: chain\n    depth: 4\n  - kind: dynamic\n    depth: 5\n" in text
 

@@ -16,11 +16,11 @@ from headstart.errors import UserError
 from headstart.heads.hub import load_head
 from headstart.heads.losses import HeadLoss
 from headstart.training import trainer
-from headstart.training.trainer import Settings, Window, due, fit, make_optimizer, rate, step
+from headstart.training.trainer import Settings, Window, due, fit, make_optimizers, rate, step
 
 SETTINGS = Settings(
-    learning_rate=1e-3, warmup=0.1, schedule="cosine", weight_decay=0.01, betas=(0.9, 0.95), clip=0.5, log_every=3,
-    save_every=7, evaluate_every=5,
+    optimizer="adamw", learning_rate=1e-3, warmup=0.1, schedule="cosine", weight_decay=0.01, betas=(0.9, 0.95), clip=0.5,
+    log_every=3, save_every=7, evaluate_every=5,
 )  # fmt: skip
 PLAN = [[(3 * i + j) % 8 for j in range(3)] for i in range(20)]
 
@@ -256,10 +256,9 @@ def test_case_36_every_counts_optimizer_steps(every, told, new_head, new_source,
     saved, judged = [], []
 
     class Checkpoints(trainer.Checkpoints):
-        def save(self, head, optimizer, scheduler, progress):
+        def save(self, head, optimizers, progress):
             saved.append(progress.step)
-            assert scheduler.last_epoch == progress.step
-            super().save(head, optimizer, scheduler, progress)
+            super().save(head, optimizers, progress)
 
     monkeypatch.setattr(trainer, "Checkpoints", Checkpoints)
     head = new_head()
@@ -309,16 +308,15 @@ def loss_of(sums, counts=(1,)):
 def test_case_37_a_hundred_small_steps_add_up():
     model = One()
     settings = dataclasses.replace(SETTINGS, learning_rate=6e-4, warmup=0.0, schedule="constant", betas=(0.9, 0.999))
-    optimizer, scheduler = make_optimizer(model, settings, 100)
+    optimizers = make_optimizers(model, settings)
     for number in range(100):
-        assert step(model, loss_of(0.01 * model.weight), optimizer, 0.5, number) == pytest.approx(0.01)
-        scheduler.step()
+        assert step(model, loss_of(0.01 * model.weight), optimizers, 0.5, number) == pytest.approx(0.01)
     assert model.weight.item() == pytest.approx(0.9394, abs=1e-3)
 
 
 def test_frozen_weights_are_left_out_of_the_optimizer():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
-    optimizer, _ = make_optimizer(model, SETTINGS, 10)
+    (optimizer,) = make_optimizers(model, SETTINGS)
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model[0].parameters()]
     assert (optimizer.defaults["betas"], optimizer.defaults["weight_decay"]) == ((0.9, 0.95), 0.01)
 
@@ -326,7 +324,7 @@ def test_frozen_weights_are_left_out_of_the_optimizer():
 def test_the_norm_is_told_before_clipping_and_clipped_for_the_step():
     model = One()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    assert step(model, loss_of(8 * model.weight), optimizer, 0.5, 0) == pytest.approx(8)
+    assert step(model, loss_of(8 * model.weight), [optimizer], 0.5, 0) == pytest.approx(8)
     assert model.weight.item() == pytest.approx(0.5)
 
 
@@ -410,14 +408,36 @@ def test_the_schedule_rises_once_and_falls_once(warmup):
     assert rates[top:] == sorted(rates[top:], reverse=True)
 
 
-def test_the_optimizer_follows_the_schedule():
-    optimizer, scheduler = make_optimizer(One(), SETTINGS, 20)
+def test_muon_takes_the_matrices_between_hidden_states(new_head):
+    head = new_head()
+    settings = dataclasses.replace(SETTINGS, optimizer="muon", weight_decay=0.5)
+    inner, rest = make_optimizers(head, settings, torch.bfloat16)
+    names = {id(p): name for name, p in head.named_parameters()}
+    held = [{names[id(p)] for p in optimizer.param_groups[0]["params"]} for optimizer in (inner, rest)]
+    assert held[0] | held[1] == set(names.values())
+    assert not held[0] & held[1]
+    assert held[0] == {name for name, p in head.named_parameters() if p.dim() == 2 and "lm_head" not in name}
+    assert inner.dtype == torch.bfloat16
+    assert [o.param_groups[0]["weight_decay"] for o in (inner, rest)] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_step_has_the_rate_of_the_schedule_and_the_log_says_it(
+    optimizer, new_head, new_source, verifier, tmp_path, monkeypatch
+):
     used = []
-    for _ in range(20):
-        used.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert used == pytest.approx([1e-3 * rate(done, 20, 0.1, "cosine") for done in range(20)])
+
+    def spy(head, losses, optimizers, clip, number):
+        used.append({group["lr"] for o in optimizers for group in o.param_groups})
+        return step(head, losses, optimizers, clip, number)
+
+    monkeypatch.setattr(trainer, "step", spy)
+    head = new_head()
+    settings = dataclasses.replace(SETTINGS, optimizer=optimizer, log_every=1)
+    fit(head, verifier, new_source(head), PLAN, settings, tmp_path, constant)
+    expected = [1e-3 * rate(done, 20, 0.1, "cosine") for done in range(20)]
+    assert [value for (value,) in used] == pytest.approx(expected)
+    assert [line["learning_rate"] for line in lines(tmp_path) if "loss" in line] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("every", "steps"), [(None, []), (1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (4, [4])])

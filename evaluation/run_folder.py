@@ -1,0 +1,211 @@
+"""A run folder as the report reads it: recipe.yaml, metrics.jsonl and evaluation.json, checked against what they must hold."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..errors import UserError
+from .plots import elide
+
+WRITERS = {
+    "recipe.yaml": "a run folder has one: `headstart train` writes it",
+    "metrics.jsonl": "`headstart train` writes it",
+    "evaluation.json": "`headstart eval` writes it",
+}
+
+
+class Model(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+Parsed = TypeVar("Parsed", bound=Model)
+
+
+class HeldOut(Model):
+    tau: float | None = None
+
+
+class Step(Model):
+    """A line of metrics.jsonl."""
+
+    step: int
+    loss: float | None = None
+    loss_by_depth: list[float] = []
+    supervised_tokens: int = 0
+    seconds: float = 0.0
+    held_out: HeldOut | None = None
+
+
+class Tree(Model):
+    kind: str
+    depth: int
+    nodes: int
+    top_k: int | None = None
+
+    def __str__(self) -> str:
+        width = f", top_k {self.top_k}" if self.top_k else ""
+        return f"{self.kind}, depth {self.depth}" + ("" if self.kind == "chain" else f"{width}, {self.nodes} nodes")
+
+
+class Slice(Model):
+    tau: float | None
+    rounds: int
+    emitted: int
+
+
+class Token(Model):
+    text: str
+    source: Literal["drafted", "bonus", "prefill"]
+    round: int
+
+
+class Example(Model):
+    id: str
+    category: str | None = None
+    prompt: str
+    tokens: Annotated[list[Token], Field(min_length=1)]
+
+    @property
+    def rounds(self) -> int:
+        return max(token.round for token in self.tokens)
+
+    @property
+    def emitted(self) -> int:
+        return sum(token.source != "prefill" for token in self.tokens)
+
+
+class Divergence(Model):
+    prompt: str
+    position: int
+    gap: float
+
+
+class Timing(Model):
+    prompts: int
+    repeats: int
+    batch: int
+
+
+class Result(Model):
+    """One tree at one temperature; names as in evaluation.json."""
+
+    tree: Tree
+    temperature: float
+    rounds: int
+    emitted: int
+    drafted: int
+    accepted: int
+    tau: float | None
+    survival: list[float | None]
+    conditional: list[float | None] | None = None
+    draft_acceptance_rate: float | None = None
+    alpha: float | None = None
+    identical_to_greedy: bool | None = None
+    divergences: list[Divergence] = []
+    speedup: float | None = None
+    overhead: float | None = None
+    seconds: dict[str, float | None] = {}
+    timing: Timing | None = None
+    accepted_histogram: list[int] = []
+    by_category: dict[str, Slice] = {}
+    by_context: dict[str, Slice] = {}
+    example: Example | None = None
+
+    @property
+    def label(self) -> str:
+        return str(self.tree) + (f", T {self.temperature:g}" if self.temperature else "")
+
+
+class Head(Model):
+    kind: str
+    parameters: int
+
+
+class Evaluation(Model):
+    verifier: str
+    head: Head
+    prompts: int
+    max_new_tokens: int
+    dtype: str
+    device: str
+    versions: dict[str, str] = {}
+    results: Annotated[list[Result], Field(min_length=1)]
+
+
+@dataclass
+class Run:
+    """A run folder's content. label: the head's kind, with the folder where that is not enough."""
+
+    folder: Path
+    recipe: str
+    metrics: list[Step]
+    evaluation: Evaluation
+    label: str = ""
+    color: str = ""
+
+    def legend(self, result: Result) -> str:
+        return f"{elide(self.label, 22)} · {result.label}"
+
+    @property
+    def best(self) -> Result:
+        return max(self.evaluation.results, key=lambda result: result.tau or 0.0)
+
+    @property
+    def steps(self) -> int:
+        return max(line.step for line in self.metrics)
+
+    @property
+    def supervised_tokens(self) -> int:
+        return sum(line.supervised_tokens for line in self.metrics)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of training, pauses between its parts left out."""
+        return max(line.seconds for line in self.metrics)
+
+    @property
+    def fastest(self) -> Result:
+        return max(self.evaluation.results, key=lambda result: result.speedup or 0.0)
+
+
+def read_run(folder: Path) -> Run:
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such run folder")
+    recipe, metrics, evaluation = (read_text(folder / name) for name in WRITERS)
+    lines = list(enumerate(metrics.splitlines(), 1))
+    return Run(
+        folder,
+        recipe,
+        [parse(Step, line, f"{folder / 'metrics.jsonl'}:{number}") for number, line in lines if line.strip()],
+        parse(Evaluation, evaluation, str(folder / "evaluation.json")),
+    )
+
+
+def read_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; {WRITERS[path.name]}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot read it: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not UTF-8 text") from None
+    if not text.strip():
+        raise UserError(f"{path}: the file is empty; {WRITERS[path.name]}")
+    return text
+
+
+def parse(model: type[Parsed], text: str, where: str) -> Parsed:
+    try:
+        return model.model_validate(json.loads(text))
+    except json.JSONDecodeError as error:
+        place = where if where.rpartition(":")[2].isdigit() else f"{where}:{error.lineno}"
+        raise UserError(f"{place}: not JSON: {error.msg}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        message = "must be a JSON object" if first["type"] == "model_type" else first["msg"]
+        raise UserError(f"{where}: {key + ': ' if key else ''}{message}") from None

@@ -1,0 +1,67 @@
+"""On a CUDA device: what a CPU computes, a GPU computes (run by `make gpu`)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.evaluation.decode import speculate
+from headstart.evaluation.tree import AnyTree, DynamicTree, StaticTree, chain
+from headstart.heads.base import Batch, DraftHead
+from headstart.heads.generate import generate
+from headstart.heads.loading import resolve_dtype
+from headstart.heads.verifier import Features, Verifier
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+PROMPTS = [[3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17, 18]]
+TREES: list[AnyTree] = [chain(3), StaticTree([[0], [1], [0, 0], [1, 0], [0, 0, 0]]), DynamicTree(depth=3, top_k=3, nodes=12)]
+
+
+@pytest.fixture(params=["llama", "qwen3", "gpt2", "gemma2", "mistral"])
+def verifier(request: pytest.FixtureRequest, tiny: Callable[..., Verifier]) -> Verifier:
+    verifier = tiny(request.param)
+    verifier.model.to("cuda")
+    return verifier
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.kind)
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_trees_write_what_plain_decoding_writes(
+    kind: str, tree: AnyTree, verifier: Verifier, request: pytest.FixtureRequest
+) -> None:
+    head: DraftHead = request.getfixturevalue(f"tiny_{kind}")(verifier).to("cuda")
+    decoded, _ = speculate(verifier, head, tree, PROMPTS, 48)
+    assert [answer.tokens for answer in decoded] == generate(verifier, PROMPTS, 48)
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_loss_and_gradients_are_the_cpus(
+    kind: str, half: bool, tiny: Callable[..., Verifier], request: pytest.FixtureRequest, batch_of: Callable[..., Batch],
+    ids_of: Callable[..., list[int]], features_of: Callable[..., Features],
+) -> None:  # fmt: skip
+    verifier = tiny("llama")
+    head: DraftHead = request.getfixturevalue(f"tiny_{kind}")(verifier)
+    batch = batch_of([ids_of(1, 30), ids_of(2, 20)], [[(4, 30)], [(3, 12)]])
+    features = features_of(verifier, batch, head.needs)
+    found: list[tuple[Any, torch.Tensor]] = []
+    for device in ("cpu", "cuda"):
+        verifier.model.to(device)
+        head.to(device).zero_grad()
+        there = Batch(batch.ids.to(device), batch.mask.to(device), batch.lengths.to(device))
+        assert features.choice is not None
+        states = Features(features.last.to(device), features.layers.to(device), features.choice.to(device))
+        with torch.autocast(device, torch.bfloat16, enabled=half):
+            loss = head.loss(there, states, verifier)
+        loss.total().backward()
+        found.append((loss.total().item(), torch.cat([p.grad.flatten().cpu() for p in head.parameters()])))
+    (cpu, cpu_gradients), (gpu, gpu_gradients) = found
+    assert gpu == pytest.approx(cpu, rel=1e-2 if half else 1e-5)
+    assert torch.cosine_similarity(gpu_gradients, cpu_gradients, dim=0) > (0.99 if half else 0.99999)
+
+
+def test_auto_is_bfloat16_where_the_gpu_multiplies_in_it() -> None:
+    expected = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float32
+    assert resolve_dtype("auto", torch.device("cuda")) == expected

@@ -3,7 +3,8 @@
 Shapes: N rows, d hidden size, V columns (the head's vocabulary, pruned or whole), M teacher rows.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ class HeadLoss:
     """Loss terms of one batch, a term for each depth k, as sums so that several batches can share one normalisation.
 
     sums: [K] with gradients; counts: [K] supervised labels behind each sum; correct: [K] labels that the head's first
-    choice hit; weights: [K], the decay of the total.
+    choice hit; weights: [K], the decay of the total; parts: [K] each, what `sums` is a mixture of, if it is one, for the log.
     """
 
     sums: Tensor
     counts: Tensor
     correct: Tensor
     weights: Tensor
+    parts: dict[str, Tensor] = field(default_factory=dict)
 
     def total(self, counts: Tensor | None = None) -> Tensor:
         """Σ_k weight_k · sum_k / count_k, exactly 0.0 where nothing is supervised.
@@ -89,3 +91,41 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows: 
     the target of row i is targets[rows[i]]. Zero rows give exactly 0.0. Soft targets: the term is -Σ_v p(v) log q(v).
     """
     return _LinearCrossEntropy.apply(hidden, weight, targets, rows)
+
+
+class _ChunkedTerms(torch.autograd.Function):
+    """As above for any sum over rows: the gradient is formed while a chunk's graph exists."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, terms: "Terms", weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gradient = torch.empty_like(hidden)
+        parts = torch.zeros_like(weights)
+        correct = torch.zeros((), dtype=torch.long, device=hidden.device)
+        for start in range(0, hidden.shape[0], CHUNK_ROWS):
+            rows = slice(start, start + CHUNK_ROWS)
+            with torch.enable_grad():
+                leaf = hidden[rows].detach().requires_grad_()
+                found, hits = terms(leaf, rows)
+                (gradient[rows],) = torch.autograd.grad(torch.dot(weights, found), leaf)
+            parts += found.detach()
+            correct += hits
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(parts, correct)
+        return torch.dot(weights, parts), parts, correct
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grads[0].to(gradient.dtype), None, None
+
+
+Terms = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+
+
+def chunked_terms(hidden: Tensor, terms: Terms, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A weighted mixture of loss terms through a frozen output layer, a few rows of logits at a time.
+
+    hidden: [N, d]; terms(part of hidden, its slice) -> P sums over those rows [P], rows with the right first choice [];
+    weights: [P]. Returns the mixture with its gradient to `hidden` alone, the P sums and the count. Zero rows give 0.0.
+    """
+    return _ChunkedTerms.apply(hidden, terms, weights)

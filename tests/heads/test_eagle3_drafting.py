@@ -51,7 +51,7 @@ def test_case_54_training_logits_equal_really_drafting(
                 continue
             drafted = chain(head, verifier, row, t, row[t + 2 : t + 1 + STEPS])
             for k in range(STEPS):
-                trained = head.log_q(states[k][b, slot])
+                trained = head.log_q(states[k][b, slot], verifier)
                 assert (trained - drafted[k]).abs().max() < 1e-5, (b, t, k)
                 compared += 1
     assert compared == STEPS * (9 + 4)

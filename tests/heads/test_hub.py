@@ -113,7 +113,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty weights": (lambda f: (f / "model.safetensors").write_bytes(b""), "not a readable draft head"),
     "no JSON": (lambda f: (f / "config.json").write_text("{ kind"), "not a readable draft head"),
     "JSON of another shape": (lambda f: (f / "config.json").write_text("[1]"), "not a readable draft head"),
-    "unknown kind": (lambda f: edit_config(f, kind="eagle9"), "head kind 'eagle9' is unknown; known kinds: eagle3, medusa"),
+    "unknown kind": (lambda f: edit_config(f, kind="eagle9"), "head kind 'eagle9' is unknown; known kinds: eagle1, eagle3,"),
     "no kind": (lambda f: edit_config(f, kind="gone"), "head kind None is unknown"),
     "missing field": (lambda f: edit_config(f, depth="gone"), "depth"),
     "unknown field": (lambda f: edit_config(f, width=3), "width"),

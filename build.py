@@ -191,6 +191,8 @@ def build_eagle3(section: Eagle3Section, verifier: Verifier, training: Sequence[
         layers=eagle3_layers(section, facts),
         depth=section.depth,
         decay=section.decay,
+        fc_norm=section.fc_norm,
+        norm_output=section.norm_output,
         **layer_sizes(facts, len(ids)),
     )
     head = Eagle3Head(config, ids).to(verifier.device)

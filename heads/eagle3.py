@@ -1,5 +1,7 @@
 """The EAGLE-3 decoder (Li 2025): one layer that reads three verifier states and the next token, and then its own output.
 
+EAGLE-3.1 (2026, arXiv 2605.09992) norms the states before they are fused and what a step hands to the next.
+
 Shapes: B rows, T tokens, R supervised rows a sample (padded), K steps, d hidden size, Q columns of the draft vocabulary.
 """
 
@@ -20,6 +22,8 @@ class Eagle3Config(LayerConfig):
     layers: tuple[int, ...]  # the states entering these verifier layers
     depth: int  # training-time-test steps
     decay: float
+    fc_norm: bool = False  # 3.1: each captured state through a norm of its own before fc
+    norm_output: bool = False  # 3.1: the next step reads the output after the last norm
 
 
 class Eagle3Head(RecurrentHead):
@@ -35,6 +39,8 @@ class Eagle3Head(RecurrentHead):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = config.rotary()
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in config.layers)
         ids = torch.arange(config.draft_vocab_size) if target_ids is None else target_ids
         self.register_buffer("target_ids", ids)
         self.register_buffer("input_scale", torch.ones(self.fc.in_features))
@@ -50,6 +56,9 @@ class Eagle3Head(RecurrentHead):
         """Attention reads cat(norm(embedding), norm(hidden)); the residual is the hidden state."""
         return hidden, torch.cat([self.midlayer.input_layernorm(embedding), self.midlayer.hidden_norm(hidden)], -1)
 
+    def feedback(self, state: Tensor) -> Tensor:
+        return self.norm(state) if self.config.norm_output else state
+
     def log_q(self, state: Tensor, verifier: Verifier) -> Tensor:
         return self.lm_head(self.norm(state)).float().log_softmax(-1)
 
@@ -59,7 +68,15 @@ class Eagle3Head(RecurrentHead):
         `input_scale` only makes the optimizer's task even: a verifier's states differ by orders of magnitude from one dimension
         to another. It is a constant, so fc.weight · diag(input_scale) is the plain fc of the paper and of every engine.
         """
-        return self.fc(layers.float() * self.input_scale).float()  # autocast or not, the residual stream is float32
+        scaled = self.normed(layers.float()) * self.input_scale
+        return self.fc(scaled).float()  # autocast or not, the residual stream is float32
+
+    def normed(self, layers: Tensor) -> Tensor:
+        """The captured states [..., L·d] as fc is to read them."""
+        if not self.config.fc_norm:
+            return layers
+        parts = layers.split(self.config.hidden_size, -1)
+        return torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
 
     @torch.no_grad()
     def even_inputs(self, layers: Tensor) -> None:
@@ -67,7 +84,7 @@ class Eagle3Head(RecurrentHead):
 
         (The median: first tokens carry activations a thousand times the others'.)
         """
-        self.input_scale.copy_(1.0 / layers.float().abs().median(0).values.clamp(min=1e-3))
+        self.input_scale.copy_(1.0 / self.normed(layers.float()).abs().median(0).values.clamp(min=1e-3))
 
     @torch.no_grad()
     def initialise(self, verifier: Verifier) -> None:

@@ -34,6 +34,7 @@ HEADS = {
     "eagle3": {"kind": "eagle3", "layers": [1, 2, 3], "draft_vocabulary": 40, "depth": 3},
 }
 MORE_HEADS = {
+    "eagle3.1": HEADS["eagle3"] | {"fc_norm": True, "norm_output": True},
     "eagle1": {"kind": "eagle1", "vocabulary": 40},
     "hass": {"kind": "eagle1", "vocabulary": 40, "depth": 3, "top_tokens": 10},
     **{form: {"kind": "mtp", "form": form, "vocabulary": 40} for form in ("parallel", "sequential", "recursive")},

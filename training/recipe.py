@@ -106,6 +106,10 @@ class Eagle3Section(Section):
     )
     depth: int = Field(default=7, ge=1, description="steps of the training-time test")
     decay: float = Field(default=0.8, gt=0, le=1, description="step k weighs decay to the power k in the loss")
+    fc_norm: bool = Field(
+        default=False, description="EAGLE-3.1: a norm for each of the verifier's states before they are fused"
+    )
+    norm_output: bool = Field(default=False, description="EAGLE-3.1: the next step reads the output after its norm")
 
 
 class Eagle1Section(Section):

@@ -154,6 +154,7 @@ def build_medusa(section: MedusaSection, verifier: Verifier, training: Sequence[
         blocks=section.blocks,
         lm_head=section.lm_head,
         targets=section.targets,
+        loss=section.loss,
         decay=section.decay,
         draft_vocab_size=len(ids),
     )
@@ -191,6 +192,7 @@ def build_eagle3(section: Eagle3Section, verifier: Verifier, training: Sequence[
         layers=eagle3_layers(section, facts),
         depth=section.depth,
         decay=section.decay,
+        loss=section.loss,
         fc_norm=section.fc_norm,
         norm_output=section.norm_output,
         **layer_sizes(facts, len(ids)),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .base import Batch, LayerConfig, register, shifted, target_rows
 from .layers import DecoderLayer
-from .losses import HeadLoss, linear_cross_entropy
+from .losses import HeadLoss, SoftLoss, linear_cross_entropy
 from .recurrent import RecurrentHead, supervised_drafts
 from .verifier import Features, Verifier
 
@@ -22,6 +22,7 @@ class Eagle3Config(LayerConfig):
     layers: tuple[int, ...]  # the states entering these verifier layers
     depth: int  # training-time-test steps
     decay: float
+    loss: SoftLoss = "ce"
     fc_norm: bool = False  # 3.1: each captured state through a norm of its own before fc
     norm_output: bool = False  # 3.1: the next step reads the output after the last norm
 
@@ -109,7 +110,7 @@ class Eagle3Head(RecurrentHead):
         for k, state in enumerate(states):
             here = supervised[k].gather(1, rows.clamp(min=0)) & (rows >= 0)  # [B, R]
             labels = shifted(index, 1 + k, -1).gather(1, rows.clamp(min=0))[here]
-            loss, hits = linear_cross_entropy(self.norm(state[here]), self.lm_head.weight, teacher, labels)
+            loss, hits = linear_cross_entropy(self.norm(state[here]), self.lm_head.weight, teacher, labels, self.config.loss)
             sums.append(loss)
             correct.append(hits)
         counts = supervised.flatten(1).sum(1)

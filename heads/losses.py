@@ -5,11 +5,12 @@ Shapes: N rows, d hidden size, V columns (the head's vocabulary, pruned or whole
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+SoftLoss = Literal["ce", "kl", "tv", "lk"]
 CHUNK_ROWS = 256  # rows of logits in memory at once: large enough for a full-speed matrix product
 
 
@@ -40,7 +41,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Gradients are formed chunk by chunk in the forward pass, while the logits exist, and only scaled in backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None, soft: SoftLoss
+    ) -> tuple[Tensor, Tensor]:
         device = hidden.device.type
         precise = torch.promote_types(hidden.dtype, torch.float32)
         products = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -61,8 +64,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad.scatter_add_(1, picked, torch.full_like(picked, -1.0, dtype=precise))
             else:
                 correct += (log_q.argmax(-1) == target.argmax(-1)).sum()
-                loss -= torch.dot(target.flatten(), log_q.flatten())
-                grad = log_q.exp_().sub_(target)
+                value, grad = soft_loss(log_q, target, soft)
+                loss += value
             grad = grad.to(products)
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ weight
@@ -81,16 +84,40 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad_weight is None else grad_weight * scale,
             None,
             None,
+            None,
         )
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def soft_loss(log_q: Tensor, p: Tensor, loss: SoftLoss) -> tuple[Tensor, Tensor]:
+    """Distance of q from p, both [N, V], summed over rows, and its gradient to the logits of q (made in log_q's memory).
+
+    With α = Σ_v min(p, q), the probability that a draft from q is accepted: ce is -Σ p log q, kl is Σ p log(p / q), tv is 1 - α
+    (the total variation), lk is -log α (Samarin 2026).
+    """
+    if loss in ("ce", "kl"):
+        value = -torch.dot(p.flatten(), log_q.flatten())
+        if loss == "kl":
+            value = value + torch.xlogy(p, p).sum()
+        return value, log_q.exp_().sub_(p)
+    q = log_q.exp_()
+    below = q < p  # where one more unit of q is one more of α
+    accepted = torch.minimum(p, q).sum(-1, keepdim=True)
+    rise = q * (below.to(q.dtype) - (q * below).sum(-1, keepdim=True))  # of α, by logit
+    if loss == "tv":
+        return (1 - accepted).sum(), -rise
+    accepted = accepted.clamp(min=torch.finfo(q.dtype).tiny)
+    return -accepted.log().sum(), -rise / accepted
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None = None, soft: SoftLoss = "ce"
+) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy of logits `hidden @ weight.T` and how many rows have the right first choice.
 
     hidden: [N, d]; weight: [V, d]; targets: labels [N] (long, columns of weight) or probabilities [N, V]; with `rows` [N]
-    the target of row i is targets[rows[i]]. Zero rows give exactly 0.0. Soft targets: the term is -Σ_v p(v) log q(v).
+    the target of row i is targets[rows[i]]. Zero rows give exactly 0.0. Probabilities: the term is `soft_loss`.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, targets, rows)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, rows, soft)
 
 
 class _ChunkedTerms(torch.autograd.Function):

@@ -78,6 +78,10 @@ class DataSection(Section):
         return tuple(known_builtin(name, BUILTIN_PROMPTS) for name in train)
 
 
+SoftLoss = Literal["ce", "kl", "tv", "lk"]
+SOFT_LOSSES = "how far q is from p: ce, kl, tv (total variation, 1 - acceptance) or lk (-log acceptance)"
+
+
 class MedusaSection(Section):
     """Medusa: independent heads on the verifier's last hidden state."""
 
@@ -91,7 +95,15 @@ class MedusaSection(Section):
     targets: Literal["hard", "soft"] = Field(
         default="hard", description="the tokens of the text, or the verifier's whole distribution"
     )
+    loss: SoftLoss = Field(default="ce", description=f"{SOFT_LOSSES} (all but ce need targets: soft)")
     vocabulary: int | None = Field(default=None, ge=2, description="size of a pruned head vocabulary; null is the whole one")
+
+    @field_validator("loss")
+    @classmethod
+    def _of_distributions(cls, loss: SoftLoss, info: ValidationInfo) -> SoftLoss:
+        if loss != "ce" and info.data.get("targets") == "hard":
+            raise ValueError(f"{loss} compares distributions: it needs targets: soft")
+        return loss
 
 
 class Eagle3Section(Section):
@@ -106,6 +118,7 @@ class Eagle3Section(Section):
     )
     depth: int = Field(default=7, ge=1, description="steps of the training-time test")
     decay: float = Field(default=0.8, gt=0, le=1, description="step k weighs decay to the power k in the loss")
+    loss: SoftLoss = Field(default="ce", description=SOFT_LOSSES)
     fc_norm: bool = Field(
         default=False, description="EAGLE-3.1: a norm for each of the verifier's states before they are fused"
     )

@@ -100,6 +100,14 @@ class Reference:
         return torch.log_softmax(self.head.lm_head.weight @ rms(state, self.head.norm), 0)
 
 
+def distance(p: Tensor, log_q: Tensor, loss: str) -> Tensor:
+    if loss == "tv":
+        return (p - log_q.exp()).abs().sum() / 2
+    if loss == "lk":
+        return -torch.log(1 - (p - log_q.exp()).abs().sum() / 2)
+    return -(p * log_q).sum() + ((p * p.log()).sum() if loss == "kl" else 0.0)
+
+
 def supervised_steps(mask: list[bool], choices: list[int], drafted: list[int], t: int, depth: int) -> list[int]:
     """Steps whose tokens t + 1 .. t + 2 + k are all one answer's and whose teacher's choice can be drafted."""
     steps = []
@@ -126,7 +134,7 @@ def reference_terms(
             for k in steps:
                 teacher = torch.softmax(teacher_logits[b, t + 1 + k][head.target_ids], 0)
                 log_q = reference.log_q(states[k])
-                terms[k].append(-(teacher * log_q).sum())
+                terms[k].append(distance(teacher, log_q, head.config.loss))
                 hits[k] += int(log_q.argmax() == teacher.argmax())
     return terms, hits
 
@@ -154,12 +162,15 @@ def rows_and_spans(ids_of: Build) -> tuple[list[list[int]], list[list[tuple[int,
         ("llama", False, {"fc_norm": True}),
         ("llama", False, {"norm_output": True}),
         ("qwen3", True, {"fc_norm": True, "norm_output": True}),
+        ("llama", False, {"loss": "kl"}),
+        ("llama", False, {"loss": "tv"}),
+        ("llama", False, {"loss": "lk"}),
     ],
 )
 def test_loss_counts_hits_and_gradients_equal_the_dense_reference(
     family: str,
     whole: bool,
-    flags: dict[str, bool],
+    flags: dict[str, Any],
     tiny: Build,
     tiny_eagle3: Build,
     ids_of: Build,

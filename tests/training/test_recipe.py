@@ -74,6 +74,7 @@ def test_defaults(write: Any) -> None:
             "lm_head": "own",
             "decay": 0.8,
             "targets": "hard",
+            "loss": "ce",
             "vocabulary": None,
         },
         "training": {
@@ -394,6 +395,8 @@ def test_eagle1_and_mtp_defaults(write: Any) -> None:
 @pytest.mark.parametrize(
     ("head", "message"),
     [
+        ("{kind: medusa, loss: tv}", "head.loss: tv compares distributions: it needs targets: soft"),
+        ("{kind: eagle3, loss: js}", "head.loss: must be one of ce, kl, tv, lk, got 'js'"),
         ("{kind: mtp, form: serial}", "head.form: must be one of parallel, sequential, recursive, got 'serial'"),
         ("{kind: mtp, form: sequential}", "evaluation: a chain tree of depth 4 needs as many modules; this head has 3"),
         ("{kind: mtp, form: parallel, depth: 2}", "evaluation: a chain tree of depth 4 needs as many modules; this head has 2"),
@@ -401,7 +404,7 @@ def test_eagle1_and_mtp_defaults(write: Any) -> None:
         ("{kind: eagle1, vocabulary: 8, top_tokens: 10}", "head.top_tokens: must be at most vocabulary (8), got 10"),
     ],
 )
-def test_faults_of_eagle1_and_mtp(write: Any, head: str, message: str) -> None:
+def test_faults_of_heads(write: Any, head: str, message: str) -> None:
     trees = "evaluation.trees=[{kind: chain, depth: 4}, {kind: dynamic, depth: 5, top_k: 3, nodes: 9}]"
     found = faults(write(GOOD), f"head={head}", trees)
     assert len(found) == 1

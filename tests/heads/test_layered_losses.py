@@ -346,6 +346,21 @@ def test_the_verifier_gets_no_gradient_and_autocast_changes_little(
     assert torch.cosine_similarity(found[0][1], found[1][1], dim=0) > 0.98
 
 
+def test_a_verifier_in_bfloat16_teaches_float32_heads(new_head: Build, batch: Batch, tiny: Build, features_of: Build) -> None:
+    """As the training loop has it: states and lm_head in bfloat16, autocast, weights and gradients in float32."""
+    verifier = tiny("llama")
+    head = new_head(verifier)
+    exact = head.loss(batch, features_of(verifier, batch), verifier).total().item()
+    features = features_of(verifier, batch)
+    verifier.model.to(torch.bfloat16)
+    features = Features(features.last.bfloat16(), features.layers, features.choice)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = head.loss(batch, features, verifier)
+    loss.total().backward()
+    assert {loss.sums.dtype, *(p.grad.dtype for p in head.parameters())} == {torch.float32}
+    assert loss.total().item() == pytest.approx(exact, rel=3e-2)
+
+
 def test_noise_is_uniform_and_only_while_training(batch: Batch, tiny: Build, tiny_eagle1: Build, features_of: Build) -> None:
     verifier = tiny("llama")
     features = features_of(verifier, batch)

@@ -244,6 +244,21 @@ def test_mtp_loss_and_gradients_equal_the_naive_walk(
     check(family, head, verifier, batch, features_of(verifier, batch), weights)
 
 
+def test_case_58_eagle1_takes_means_over_values_and_positions(
+    batch: Batch, tiny: Build, tiny_eagle1: Build, features_of: Build
+) -> None:
+    """An error of 2 in every value costs 1.5, one of a half 1/8; the cross-entropy weighs a tenth; sums become means."""
+    verifier = tiny("llama")
+    head = tiny_eagle1(verifier)
+    goal = features_of(verifier, batch).last[0, :6]
+    for error, cost in ((2.0, 1.5), (-0.5, 0.125)):
+        found, _ = head.terms(goal + error, goal, verifier)
+        assert found[0].item() == pytest.approx(6 * cost, rel=1e-5)
+    loss = head.loss(batch, features_of(verifier, batch), verifier)
+    regression, cross_entropy = (part.item() / loss.counts.item() for part in loss.parts.values())
+    assert loss.total().item() == pytest.approx(regression + 0.1 * cross_entropy, rel=1e-5)
+
+
 def test_eagle1_never_drafts_across_the_start_of_an_answer(
     tiny: Build, tiny_eagle1: Build, ids_of: Build, batch_of: Build, features_of: Build
 ) -> None:

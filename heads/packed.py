@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 
 class PackedLinear(nn.Linear):
-    """`weight` stays as it was, for whoever reads it; `packed` is what multiplies."""
+    """`weight` stays as it was, for whoever reads it and for gradients to x, which the packed product has none of."""
 
     packed: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:  # a head learns through the verifier's lm_head
+            return super().forward(x)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 

@@ -19,6 +19,15 @@ def test_a_packed_layer_is_the_layer(shape: tuple[int, ...], bias: bool) -> None
         assert (layer(x) - expected).abs().max() < 1e-5
 
 
+def test_gradients_go_through_a_packed_layer() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(24, 40, bias=False).requires_grad_(False)
+    pack_linears(layer)
+    x = torch.randn(3, 24, requires_grad=True)
+    layer(x).square().sum().backward()
+    assert (x.grad - 2 * (x.detach() @ layer.weight.T) @ layer.weight).abs().max() < 1e-4
+
+
 def test_only_plain_float32_layers_are_packed() -> None:
     class Own(nn.Linear):
         pass

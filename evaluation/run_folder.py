@@ -94,6 +94,8 @@ class Result(Model):
 
     tree: Tree
     temperature: float
+    rule: str = "greedy"
+    lossless: bool = True
     rounds: int
     emitted: int
     drafted: int
@@ -116,7 +118,8 @@ class Result(Model):
 
     @property
     def label(self) -> str:
-        return str(self.tree) + (f", T {self.temperature:g}" if self.temperature else "")
+        rule = "" if self.rule == "greedy" else f", {self.rule}{'' if self.lossless else ' (lossy)'}"
+        return str(self.tree) + (f", T {self.temperature:g}" if self.temperature else "") + rule
 
 
 class Head(Model):

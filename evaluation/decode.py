@@ -88,7 +88,9 @@ def speculate(
     if sampling.draws_children and isinstance(tree, DynamicTree):
         raise UserError("rule without_replacement: a dynamic tree's shape depends on its drafts; use candidates, or a chain or "
                         "a static tree")  # fmt: skip
-    judge = Judge(sampling, draw or dice(sampling.seed), tree, prompts, verifier.facts.vocab_size, verifier.device)
+    judge = Judge(
+        sampling, dice(sampling.seed) if draw is None else draw, tree, prompts, verifier.facts.vocab_size, verifier.device
+    )
     layers = () if head is None else head.needs
     capacity = max(map(len, prompts)) + max_new_tokens + tree.nodes + tree.depth + 1
     cache = verifier.new_cache(len(prompts), capacity)

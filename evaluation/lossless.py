@@ -30,6 +30,13 @@ PROCESSING: dict[str, dict[str, Any]] = {
     "T 1, min-p 0.3": {"temperature": 1.0, "min_p": 0.3},
     "T 0.8, repetition penalty 1.5": {"temperature": 0.8, "repetition_penalty": 1.5},
 }
+LAWS: list[tuple[str, Sampling]] = [
+    ("T 0", Sampling()),
+    ("T 0, repetition penalty 1.5", Sampling(repetition_penalty=1.5)),
+    *((name, Sampling(rule="candidates", **fields)) for name, fields in PROCESSING.items()),
+    *((name, Sampling(rule="without_replacement", **fields)) for name, fields in PROCESSING.items()),
+    ("T 1", Sampling(1.0, "typical")),
+]
 
 
 @dataclass(frozen=True)
@@ -47,14 +54,8 @@ class Gate:
 
 def exact_rounds(seed: int = 0, trees: int = 4) -> Iterator[Gate]:
     """Every outcome of drafting and verifying a round, for random models, drafters and trees."""
-    processing: dict[Rule, dict[str, dict[str, Any]]] = {
-        "greedy": {"T 0": {}, "T 0, repetition penalty 1.5": {"repetition_penalty": 1.5}},
-        "candidates": PROCESSING,
-        "without_replacement": PROCESSING,
-        "typical": {"T 1": {"temperature": 1.0}},
-    }
-    for rule, name, fields in ((rule, *item) for rule, named in processing.items() for item in named.items()):
-        sampling = Sampling(rule=rule, **fields)
+    for name, sampling in LAWS:
+        rule = sampling.applied
         rng = random.Random(f"{seed}-{rule}-{name}")
         shapes = some_trees(rng, trees, sampling.draws_children)
         found = [round_variation(tree, sampling, rng) for tree in shapes]
@@ -177,7 +178,7 @@ def own_greedy(evaluator: Evaluator, head: DraftHead, trees: Sequence[AnyTree]) 
             gaps = "".join(f"; {d['prompt']} at {d['position']}, gap {d['gap']:.3g}" for d in apart[:3])
             yield Gate("own model", name, "answers that differ", len(apart), "0", not apart, note + gaps)
             continue
-        worst = max((d["gap"] / (torch.finfo(dtype).eps * abs(d["best"])) for d in apart), default=0.0)
+        worst = max((d["gap"] / (torch.finfo(dtype).eps * max(abs(d["best"]), 1.0)) for d in apart), default=0.0)
         gaps = ", ".join(f"{d['gap']:.3g}" for d in apart[:8])
         note += f"; gaps {gaps}" if apart else ""
         yield Gate("own model", name, "largest gap, in ulps", worst, f"<= {ULPS}", worst <= ULPS, note)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import UserError
 
-Rule = Literal["greedy", "candidates", "without_replacement", "typical"]
+Rule = Literal["candidates", "without_replacement", "typical"]
 Dice = Callable[[Tensor], Tensor]  # weights [..., n], of any total -> a drawn index [...]
 
 
@@ -41,7 +41,7 @@ class Sampling:
             raise UserError("rule typical: it cannot take a repetition_penalty; use candidates or without_replacement")
 
     @property
-    def applied(self) -> Rule:
+    def applied(self) -> Rule | Literal["greedy"]:
         return "greedy" if self.temperature == 0 else self.rule
 
     @property

@@ -94,6 +94,21 @@ def test_results_by_temperature(verifier: Verifier, head: DraftHead) -> None:
     assert all(r["emitted"] == 6 * (BUDGET - 1) for r in results)
 
 
+def test_sampled_decoding_is_timed_against_sampled_decoding(
+    verifier: Verifier, head: DraftHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator = Evaluator(verifier, some_prompts(2), 6, timing_prompts=1)
+    honest, asked = evaluator.decode, []
+
+    def decode(head: DraftHead | None, *given: Any) -> Any:
+        asked.append((head is None, given[-1].temperature if isinstance(given[-1], Sampling) else None))
+        return honest(head, *given)
+
+    monkeypatch.setattr(evaluator, "decode", decode)
+    assert evaluator.time(head, TREES[:1], Sampling(0.9))[0]["speedup"] > 0
+    assert asked == [(True, 0.9), (False, 0.9)] * 4
+
+
 def test_a_seed_decides_sampled_text_and_nothing_else(verifier: Verifier, head: DraftHead) -> None:
     evaluator = Evaluator(verifier, some_prompts(), BUDGET, batch=4)
 

@@ -344,19 +344,20 @@ DYNAMIC = "evaluation.trees=[{kind: chain, depth: 2}, {kind: dynamic, depth: 2, 
     [
         (
             [DYNAMIC, "evaluation.rule=without_replacement"],
-            "evaluation.rule: without_replacement needs trees whose shape is fixed in advance (chain, static); for a dynamic one "
-            "use candidates",
+            "evaluation.rule: without_replacement needs trees whose shape is fixed in advance (chain, static); for a dynamic "
+            "one use candidates",
         ),
         (
             ["evaluation.rule=typical", "evaluation.repetition_penalty=1.2"],
-            "evaluation.repetition_penalty: rule typical cannot take a repetition penalty; use candidates or without_replacement",
+            "evaluation.repetition_penalty: rule typical cannot take a repetition penalty; use candidates or "
+            "without_replacement",
         ),
         (["evaluation.rule=leviathan"], "evaluation.rule: "),
-        (["evaluation.temperatures=[-0.5]"], "evaluation.temperatures.0: must be at least 0, got -0.5"),
+        (["evaluation.temperatures=[-0.5]"], "evaluation.temperatures.0: must be at least 0.0, got -0.5"),
         (["evaluation.temperatures=[]"], "evaluation.temperatures: "),
-        (["evaluation.top_p=0"], "evaluation.top_p: must be greater than 0, got 0"),
+        (["evaluation.top_p=0"], "evaluation.top_p: must be more than 0.0, got 0"),
         (["evaluation.top_k=0"], "evaluation.top_k: must be at least 1, got 0"),
-        (["evaluation.min_p=1.5"], "evaluation.min_p: must be at most 1, got 1.5"),
+        (["evaluation.min_p=1.5"], "evaluation.min_p: must be at most 1.0, got 1.5"),
     ],
 )
 def test_faulty_sampling(write: Any, overrides: list[str], message: str) -> None:

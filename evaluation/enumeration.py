@@ -66,15 +66,20 @@ def total_variation(a: Tensor, b: Tensor) -> float:
 
 
 class Tables:
-    """A random language model as tables: logits after every text of at most `length` of its V tokens, all of them different."""
+    """A random language model as tables: logits after every text of at most `length` of its V tokens, all of them different.
+    known: how many tokens are possible after each text; None is all."""
 
-    def __init__(self, vocab: int, length: int, scale: float, generator: torch.Generator) -> None:
+    def __init__(
+        self, vocab: int, length: int, scale: float, generator: torch.Generator, known: int | None = None
+    ) -> None:  # fmt: skip
         self.vocab = vocab
         self.rows = {
             text: torch.randn(vocab, generator=generator, dtype=torch.float64) * scale
             for size in range(length + 1)
             for text in itertools.product(range(vocab), repeat=size)
         }
+        for row in self.rows.values():
+            row[torch.randperm(vocab, generator=generator)[vocab if known is None else known :]] = float("-inf")
 
     def logits(self, text: Sequence[int]) -> Tensor:
         return self.rows[tuple(text)]

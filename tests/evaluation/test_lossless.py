@@ -123,6 +123,21 @@ def test_a_fault_in_the_draws_fails_the_gates(monkeypatch: pytest.MonkeyPatch) -
     assert not {gate.name: gate for gate in lossless.exact_rounds(trees=1)}["without_replacement, T 1"].passed
 
 
+def test_a_fault_where_the_draft_is_exhausted_fails_the_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn uniformly from what is left, but tested as if the drafts had been the first tokens left."""
+    honest = verify.remaining
+
+    def wrong(q: Tensor, taken: Tensor) -> Tensor:
+        exhausted = q.masked_fill(taken, 0.0).sum(-1, keepdim=True) == 0
+        first = torch.zeros_like(q).scatter(-1, taken.int().argmin(-1, keepdim=True), 1.0)
+        return torch.where(exhausted, (first + 0.1) / (1 + 0.1 * q.shape[-1]), honest(q, taken))
+
+    monkeypatch.setattr(verify, "remaining", wrong)
+    found = {gate.name: gate for gate in lossless.exact_rounds()}
+    assert not found["without_replacement, T 1"].passed
+    assert found["candidates, T 1"].passed
+
+
 def test_an_unprocessed_bonus_fails_the_gates(monkeypatch: pytest.MonkeyPatch) -> None:
     """top-p at the nodes, but not where the last token is drawn."""
     honest = verify.candidates_law

@@ -13,7 +13,7 @@ from ..heads.base import Batch, DraftHead, shifted
 from ..heads.verifier import Verifier
 from .decode import Decoded, speculate
 from .metrics import acceptance, by_category, by_context
-from .sampling import GREEDY, Sampling, dice
+from .sampling import GREEDY, Sampling, dice, penalised
 from .tree import AnyTree, chain
 
 
@@ -98,7 +98,7 @@ class Evaluator:
     ) -> dict[str, Any]:
         decoded, seconds = self.decode(head, tree, self.prompts, self.batch, sampling)
         greedy = sampling.applied == "greedy"
-        divergences = list(self.divergences(decoded, self.greedy(sampling))) if greedy else []
+        divergences = list(self.divergences(decoded, sampling)) if greedy else []
         metrics = acceptance([r for answer in decoded for r in answer.rounds], tree.depth)
         if tree.kind != "chain":
             metrics["conditional"] = None  # only on a chain is it a property of one distribution
@@ -120,15 +120,17 @@ class Evaluator:
             "example": self._example(decoded),
         }
 
-    def divergences(self, decoded: Sequence[Decoded], greedy: Sequence[Decoded]) -> Iterator[dict[str, Any]]:
+    def divergences(self, decoded: Sequence[Decoded], sampling: Sampling = GREEDY) -> Iterator[dict[str, Any]]:
         """Where an answer leaves the verifier's own, and by how much the verifier preferred its first choice there."""
-        for prompt, mine, plain in zip(self.prompts, decoded, greedy, strict=True):
+        for prompt, mine, plain in zip(self.prompts, decoded, self.greedy(sampling), strict=True):
             if mine.tokens == plain.tokens:
                 continue
             pairs = zip(mine.tokens, plain.tokens, strict=False)
             at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(mine.tokens), len(plain.tokens)))
             ids = torch.tensor([prompt.ids + plain.tokens[:at]], device=self.verifier.device)
-            top = self.verifier.logits(self.verifier.features(ids).last[0, -1]).float().topk(2).values
+            logits = self.verifier.logits(self.verifier.features(ids).last[:, -1])
+            present = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)
+            top = penalised(logits, sampling, present)[0].topk(2).values
             yield {"prompt": prompt.id, "position": at, "gap": (top[0] - top[1]).item(), "best": top[0].item()}
 
     def time(self, head: DraftHead, trees: Sequence[AnyTree], sampling: Sampling = GREEDY) -> list[dict[str, Any]]:

@@ -173,7 +173,7 @@ def own_greedy(evaluator: Evaluator, head: DraftHead, trees: Sequence[AnyTree]) 
     exact = dtype in (torch.float32, torch.float64)
     for tree in trees:
         decoded: list[Decoded] = evaluator.decode(head, tree, evaluator.prompts, evaluator.batch)[0]
-        apart = list(evaluator.divergences(decoded, evaluator.plain))
+        apart = list(evaluator.divergences(decoded))
         name = f"greedy, {tree.kind} of {tree.nodes} nodes, {str(dtype).removeprefix('torch.')}"
         note = f"{len(decoded)} prompts, {sum(len(d.tokens) for d in decoded)} tokens, {len(apart)} diverge"
         if exact:

@@ -78,12 +78,15 @@ def precise(x: Tensor) -> Tensor:
     return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
 
 
+def penalised(logits: Tensor, sampling: Sampling, present: Tensor) -> Tensor:
+    """Logits [..., V] after the repetition penalty for the tokens of `present`, bool [..., V]."""
+    x, penalty = precise(logits), sampling.repetition_penalty
+    return torch.where(present, torch.where(x > 0, x / penalty, x * penalty), x)
+
+
 def probabilities(logits: Tensor, sampling: Sampling, present: Tensor | None = None) -> Tensor:
     """The verifier's processed distribution. logits: [..., V]; present: bool [..., V], tokens that the penalty is for."""
-    x = precise(logits)
-    if present is not None:
-        penalty = sampling.repetition_penalty
-        x = torch.where(present, torch.where(x > 0, x / penalty, x * penalty), x)
+    x = precise(logits) if present is None else penalised(logits, sampling, present)
     if sampling.temperature == 0:
         return torch.zeros_like(x).scatter(-1, x.argmax(-1, keepdim=True), 1.0)
     x = x / sampling.temperature

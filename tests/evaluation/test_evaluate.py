@@ -175,6 +175,22 @@ def test_another_text_than_the_verifiers_is_reported(verifier: Verifier, head: D
         assert divergence["gap"] == pytest.approx(top - second, abs=1e-4)
 
 
+def test_the_gap_of_a_penalised_text_is_one_of_penalised_logits(verifier: Verifier, head: DraftHead) -> None:
+    sampling, (prompt,) = Sampling(repetition_penalty=1.4), some_prompts(1)
+    evaluator = Evaluator(verifier, [prompt], BUDGET)
+    text = evaluator.greedy(sampling)[0].tokens
+    true = text[:6]
+    text[6] = (text[6] + 1) % 96
+    (divergence,) = evaluator.evaluate(head, TREES[:1], [sampling])[0]["divergences"]
+    ids = prompt.ids + true
+    with torch.no_grad():
+        x = verifier.model(input_ids=torch.tensor([ids])).logits[0, -1].tolist()
+    top, second = sorted(((v / 1.4 if v > 0 else v * 1.4) if i in ids else v for i, v in enumerate(x)), reverse=True)[:2]
+    assert divergence["position"] == 6
+    assert divergence["gap"] == pytest.approx(top - second, abs=1e-4)
+    assert divergence["best"] == pytest.approx(top, abs=1e-4)
+
+
 def naive_alpha(verifier: Verifier, head: DraftHead, prompts: list[Prompt]) -> float:
     """Σ_v min(p, q) at every answer token but the first (the prefill's): q from a session that has seen the tokens before
     it, p from the model's own logits; the mean over all of them."""

@@ -15,6 +15,7 @@ from ..heads.verifier import Verifier
 from .sampling import precise
 
 BINS = 20
+ROWS = 64  # distributions over the whole vocabulary in memory at once
 PLANTED = 0.05  # share of tokens that the planted bias replaces by the verifier's likeliest one
 
 
@@ -55,12 +56,14 @@ def places(
     if len(tokens) <= skip:
         return Places.none()
     ids = torch.tensor([[*prompt, *tokens]], device=verifier.device)
-    hidden = verifier.features(ids[:, :-1]).last[0, len(prompt) - 1 + skip :]
-    p = precise(verifier.logits(hidden)).softmax(-1)
-    token = ids[0, len(prompt) + skip :]
-    share, uniform = torch.rand(2, len(token), generator=generator, dtype=torch.float64).to(p)
-    likeliest = torch.where(share < PLANTED, p.argmax(-1), token)
-    return Places(bins(p, token, uniform), bins(p, likeliest, uniform))
+    states = verifier.features(ids[:, :-1]).last[0, len(prompt) - 1 + skip :]
+    found = Places.none()
+    for hidden, token in zip(states.split(ROWS), ids[0, len(prompt) + skip :].split(ROWS), strict=True):
+        p = precise(verifier.logits(hidden)).softmax(-1)
+        share, uniform = torch.rand(2, len(token), generator=generator, dtype=torch.float64).to(p)
+        biased = torch.where(share < PLANTED, p.argmax(-1), token)
+        found += Places(bins(p, token, uniform), bins(p, biased, uniform))
+    return found
 
 
 def bins(p: Tensor, token: Tensor, uniform: Tensor) -> Tensor:

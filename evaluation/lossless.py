@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..heads.base import DraftHead
 from . import controls
 from .decode import Decoded, speculate
-from .enumeration import Tables, round_law, total_variation
+from .enumeration import BEFORE, Tables, round_law, total_variation
 from .evaluate import Evaluator
 from .goodness import PLANTED, Places, p_value, places
 from .sampling import Rule, Sampling, dice
@@ -52,6 +53,12 @@ class Gate:
     note: str = ""
 
 
+def variation(part: str, name: str, value: float, note: str, lossless: bool) -> Gate:
+    """A total variation that must be nothing but rounding, or, of a rule that is not lossless, must be seen."""
+    needed, passed = (f"< {EXACT:g}", value < EXACT) if lossless else (f"> {CAUGHT:g}: lossy", value > CAUGHT)
+    return Gate(part, name, "total variation", value, needed, passed, note)
+
+
 def exact_rounds(seed: int = 0, trees: int = 6) -> Iterator[Gate]:
     """Every outcome of drafting and verifying a round, for random models, drafters and trees."""
     for name, sampling in LAWS:
@@ -60,11 +67,8 @@ def exact_rounds(seed: int = 0, trees: int = 6) -> Iterator[Gate]:
         shapes = some_trees(rng, trees, sampling.draws_children)
         found = [round_variation(tree, sampling, rng) for tree in shapes]
         worst, outcomes = max(value for value, _ in found), sum(count for _, count in found)
-        passed, needed = (
-            (worst < EXACT, f"< {EXACT:g}") if sampling.lossless else (worst > CAUGHT, f"> {CAUGHT:g}: it is lossy")
-        )
         note = f"worst of {len(shapes)} trees, {outcomes} outcomes"
-        yield Gate("exact rounds", f"{rule}, {name}", "total variation", worst, needed, passed, note)
+        yield variation("exact rounds", f"{rule}, {name}", worst, note, sampling.lossless)
 
 
 def some_trees(rng: random.Random, count: int, fixed: bool) -> list[AnyTree]:
@@ -87,26 +91,26 @@ def round_variation(tree: AnyTree, sampling: Sampling, rng: random.Random, vocab
     target = Tables(vocab, tree.depth + 1, 1.0, generator)
     drafter = Tables(vocab, tree.depth + 1, 1.5, generator, known=rng.choice([1, 2, vocab, vocab]))
     found, outcomes = round_law(target, drafter, tree, sampling)
-    return total_variation(found, target.joint((), tree.depth + 1, sampling, (0, 1))), outcomes
+    return total_variation(found, target.joint((), tree.depth + 1, sampling, BEFORE)), outcomes
 
 
 def one_node(seed: int = 0, vocab: int = 6) -> Iterator[Gate]:
     """Laws of one node over random distributions: the lossless ones, and the wrong ones that must be told from them."""
     size = f"{vocab} tokens, {controls.CHILDREN} children, {PAIRS} pairs"
-    lossless: dict[str, Callable[[torch.Tensor], Any]] = {
+    lossless: dict[str, Callable[[Tensor], Any]] = {
         "candidates (top 3)": lambda q: q.topk(controls.CHILDREN).indices,
         "without_replacement": controls.drawn,
     }
+
+    def law(draws: Callable[[Tensor], Any]) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda p, q: controls.node(p, draws(q))[0]
+
     for name, draws in lossless.items():
-        value = controls.mean_variation(lambda p, q, d=draws: controls.node(p, d(q))[0], vocab, PAIRS, seed)  # type: ignore[misc]
-        yield Gate("one node", name, "total variation", value, f"< {EXACT:g}", value < EXACT, size)
+        yield variation("one node", name, controls.mean_variation(law(draws), vocab, PAIRS, seed), size, True)
     for name, draws in controls.WRONG.items():
-        value = controls.mean_variation(lambda p, q, d=draws: controls.node(p, d(q))[0], vocab, PAIRS, seed)  # type: ignore[misc]
-        yield Gate("wrong rules", name, "total variation", value, f"> {CAUGHT:g}", value > CAUGHT, size)
+        yield variation("wrong rules", name, controls.mean_variation(law(draws), vocab, PAIRS, seed), size, False)
     value = controls.mean_variation(controls.bonus_from_p, vocab, PAIRS, seed)
-    yield Gate(
-        "wrong rules", "after a rejection, a token from p", "total variation", value, f"> {CAUGHT:g}", value > CAUGHT, size
-    )
+    yield variation("wrong rules", "after a rejection, a token from p", value, size, False)
 
 
 def tiny_model(seed: int = 0, length: int = 3) -> Iterator[Gate]:
@@ -124,7 +128,7 @@ def tiny_model(seed: int = 0, length: int = 3) -> Iterator[Gate]:
         value = total_variation(found, plain_joint(verifier, length, sampling))
         name = f"{kind}, {sampling.rule}, {tree.kind}, T {sampling.temperature:g}"
         note = f"first {length} tokens, {outcomes} outcomes"
-        yield Gate("tiny model", name, "total variation", value, f"< {EXACT:g}", value < EXACT, note)
+        yield variation("tiny model", name, value, note, True)
 
 
 def own_text(

@@ -249,6 +249,30 @@ def test_constant_and_broken_heads_stay_lossless_with_candidates(value: float, k
     assert total_variation(found, tiny.plain_joint(verifier, 3, sampling)) < 1e-12
 
 
+@pytest.mark.parametrize(("kind", "rule"), [(0, "without_replacement"), (1, "candidates")])
+def test_rows_of_a_batch_are_sampled_by_themselves(kind: int, rule: Any) -> None:
+    """Two prompts of other lengths, every outcome of both: the law of the pair of texts is the product of plain laws."""
+    verifier = tiny.tiny_verifier(5)
+    head = tiny.tiny_heads(verifier, 5)[kind]
+    prompts = [[2, 0, 1, 1], [0, 2]]
+    sampling = Sampling(1.0, rule, top_k=2)
+    found = torch.zeros(3, 3, 3, 3, dtype=torch.float64)
+    for weight, texts in every_outcome(
+        lambda draw: [d.tokens for d in speculate(verifier, head, chain(1), prompts, 2, sampling=sampling, draw=draw)[0]]
+    ):
+        found[tuple(token for text in texts for token in text)] += weight
+
+    def law(ids: list[int]) -> Tensor:
+        with torch.no_grad():
+            logits = verifier.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        p = logits.softmax(-1)
+        p[p.argmin()] = 0  # two of three tokens
+        return p / p.sum()
+
+    one, two = (torch.stack([law(ids)[a] * law([*ids, a]) for a in range(3)]) for ids in prompts)
+    assert total_variation(found, one[:, :, None, None] * two) < 1e-12
+
+
 def test_rounds_of_any_rule_emit_at_most_depth_and_one() -> None:
     generator = torch.Generator().manual_seed(2)
     target, drafter = Tables(4, 3, 1.0, generator), Tables(4, 3, 1.0, generator)

@@ -7,6 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from headstart.errors import UserError
 from headstart.evaluation.enumeration import every_outcome
@@ -64,6 +71,25 @@ def test_the_processed_distribution(fields: dict[str, Any]) -> None:
     found = probabilities(torch.tensor(rows, dtype=torch.float64), Sampling(**fields), given)
     expected = [by_definition(row, there, **fields) for row, there in zip(rows, present, strict=True)]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-14, rtol=0)
+
+
+def test_the_processed_distribution_is_that_of_transformers() -> None:
+    """A user who samples with transformers' generate gets the same distribution from the same numbers."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(16, 50, generator=generator, dtype=torch.float64) * 3
+    ids = torch.randint(50, (16, 12), generator=generator)
+    steps = [
+        RepetitionPenaltyLogitsProcessor(1.3), TemperatureLogitsWarper(0.8), TopKLogitsWarper(20), TopPLogitsWarper(0.85),
+        MinPLogitsWarper(0.05),
+    ]  # fmt: skip
+    scores = logits
+    for step in steps:
+        scores = step(ids, scores)
+    sampling = Sampling(0.8, top_k=20, top_p=0.85, min_p=0.05, repetition_penalty=1.3)
+    present = torch.zeros(16, 50, dtype=torch.bool).scatter(1, ids, True)
+    found = probabilities(logits, sampling, present)
+    torch.testing.assert_close(found, scores.softmax(-1), atol=1e-14, rtol=0)
+    assert 2 < (found > 0).sum(1).double().mean() < 18
 
 
 def test_at_temperature_0_all_is_on_the_likeliest_token() -> None:

@@ -98,7 +98,7 @@ def evaluate(
 def lossless(
     run: Annotated[Path | None, typer.Argument(help="A run folder, to test its own verifier and head too.")] = None,
     tokens: Annotated[int, typer.Option(min=1000, help="Sampled tokens of the run's test; takes its time.")] = 50_000,
-    seed: Annotated[int, typer.Option(min=0, help="Of random models, trees and samples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of random models, trees and samples.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Prove that decoding with drafts is lossless.

@@ -158,7 +158,7 @@ def sample(
 ) -> Places:
     """Places of at least `tokens` tokens that rounds emitted, from the prompts in turn, as often as it takes."""
     verifier, prompts = evaluator.verifier, evaluator.prompts
-    draw, generator = dice(sampling.seed), torch.Generator().manual_seed(sampling.seed)
+    draw, generator = dice(sampling.seed), torch.Generator().manual_seed(sampling.seed + 1)  # numbers of their own
     found, start = Places.none(), 0
     while found.tokens < tokens:
         part = [prompts[(start + i) % len(prompts)].ids for i in range(evaluator.batch)]

@@ -17,6 +17,7 @@ from .data.skips import Skips
 from .data.vocabulary import choose_vocabulary
 from .errors import UserError
 from .evaluation.evaluate import Evaluator, Prompt
+from .evaluation.sampling import Sampling
 from .evaluation.tree import AnyTree, DynamicTree, StaticTree, chain
 from .heads.base import DraftHead, LayerConfig
 from .heads.builtin import cache_folder
@@ -238,6 +239,13 @@ def build_tree(section: ChainSection | StaticSection | DynamicSection) -> AnyTre
     if isinstance(section, StaticSection):
         return StaticTree(section.paths)
     return DynamicTree(section.depth, section.top_k, section.nodes)
+
+
+def build_samplings(recipe: Recipe) -> list[Sampling]:
+    """One for each temperature."""
+    section = recipe.evaluation
+    names = ("rule", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    return [Sampling(temperature, **{name: getattr(section, name) for name in names}) for temperature in section.temperatures]
 
 
 def build_prompts(verifier: Verifier, conversations: Sequence[Conversation], limit: int | None) -> list[Prompt]:

@@ -5,7 +5,7 @@ import os
 import sys
 import traceback
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -91,6 +91,29 @@ def evaluate(
 
     show(evaluation if as_json else results_table(evaluation))
     if any(result["identical_to_greedy"] is False for result in evaluation["results"]):
+        raise typer.Exit(1)
+
+
+@app.command()
+def lossless(
+    run: Annotated[Path | None, typer.Argument(help="A run folder, to test its own verifier and head too.")] = None,
+    tokens: Annotated[int, typer.Option(min=1000, help="Sampled tokens of the run's test; takes its time.")] = 50_000,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of random models, trees and samples.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Prove that decoding with drafts is lossless.
+
+    Exits with 1 when a gate fails: a rule is not exact, a wrong rule is not caught, a text is not the verifier's.
+    """
+    if run is not None:
+        check_run(run)
+    from .jobs import lossless
+    from .tables import gates_table
+
+    with redirect_stdout(sys.stderr):
+        gates = list(lossless(run, tokens, seed))
+    show({"gates": [asdict(gate) for gate in gates]} if as_json else gates_table(gates))
+    if not all(gate.passed for gate in gates):
         raise typer.Exit(1)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from .build import (
     build_head,
     build_judge,
     build_samples,
+    build_samplings,
     build_settings,
     build_tree,
     build_verifier,
@@ -25,10 +26,12 @@ from .data.features import FeatureSource
 from .data.packing import batch_plan
 from .errors import UserError
 from .evaluation.evaluate import Evaluator
+from .evaluation.lossless import Gate, own_proof, proof
 from .heads.base import DraftHead, check_fits
 from .heads.files import write_text
 from .heads.hub import load_head
 from .heads.verifier import Verifier
+from .progress import progress_bar
 from .training.recipe import Recipe, load_recipe, recipe_yaml
 from .training.trainer import fit
 
@@ -124,7 +127,8 @@ def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop
     verifier = evaluator.verifier
     check_fits(head.config, verifier.facts, verifier.name)
     start = time.perf_counter()
-    results = evaluator.evaluate(head.to(verifier.device), [build_tree(tree) for tree in recipe.evaluation.trees])
+    trees = [build_tree(tree) for tree in recipe.evaluation.trees]
+    results = evaluator.evaluate(head.to(verifier.device), trees, build_samplings(recipe))
     evaluation = {
         "verifier": verifier.name,
         "head": describe(head),
@@ -137,6 +141,29 @@ def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop
     }
     write_text(run_folder / "evaluation.json", json.dumps(evaluation, indent=1) + "\n")
     return evaluation
+
+
+def lossless(run_folder: Path | None, tokens: int, seed: int = 0) -> Iterator[Gate]:
+    """Prove the verification rules, and with a run folder that its own verifier and head are decoded without loss."""
+    judges: list[Evaluator] = []
+    if run_folder is not None:  # bad input shows before the sums are done
+        recipe = load_recipe(run_folder / "recipe.yaml")
+        head = load_head(run_folder / "head")
+        holdout = build_conversations(recipe).holdout
+        verifier = build_verifier(recipe)
+        check_fits(head.config, verifier.facts, verifier.name)
+        trees = [build_tree(tree) for tree in recipe.evaluation.trees]
+        judges = [build_evaluator(recipe, build_judge(in_float32(recipe), verifier), holdout)]
+        if str(verifier.dtype) != "torch.float32":
+            judges.append(build_evaluator(recipe, verifier, holdout))
+    yield from proof(seed)
+    if judges:
+        with progress_bar("sampling text", tokens, unit="tokens") as bar:
+            yield from own_proof(judges, head, trees, tokens, seed, bar)
+
+
+def in_float32(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update={"dtype": "float32"})})
 
 
 def describe(head: DraftHead) -> dict[str, Any]:

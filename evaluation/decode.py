@@ -12,10 +12,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..heads.base import DraftHead, DraftSession
 from ..heads.verifier import Features, Verifier
-from .tree import AnyTree, Tree, chain
-from .verify import greedy_path
+from .sampling import GREEDY, Dice, Sampling, dice
+from .tree import AnyTree, Draw, DynamicTree, Tree, chain
+from .verify import Judge
 
 Source = Literal["prefill", "drafted", "bonus"]
 
@@ -74,12 +76,21 @@ def speculate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     on_tokens: Callable[[int], None] = lambda count: None,
+    sampling: Sampling = GREEDY,
+    draw: Dice | None = None,
 ) -> tuple[list[Decoded], dict[str, float]]:
-    """Decode greedily with drafts from `head` (None: plain decoding, a tree of the root alone).
+    """Decode with drafts from `head` (None: plain decoding, a tree of the root alone).
 
-    Returns a Decoded for each prompt and seconds by part ("prefill", "draft", "verify", "other").
+    draw: all random choices of the run; None makes dice of the sampling's seed. Returns a Decoded for each prompt and seconds
+    by part ("prefill", "draft", "verify", "other"). Raises UserError where the rule cannot verify the tree or the drafts.
     """
     tree = tree if head is not None else chain(0)
+    if sampling.draws_children and isinstance(tree, DynamicTree):
+        raise UserError("rule without_replacement: a dynamic tree's shape depends on its drafts; use candidates, or a chain or "
+                        "a static tree")  # fmt: skip
+    judge = Judge(
+        sampling, dice(sampling.seed) if draw is None else draw, tree, prompts, verifier.facts.vocab_size, verifier.device
+    )
     layers = () if head is None else head.needs
     capacity = max(map(len, prompts)) + max_new_tokens + tree.nodes + tree.depth + 1
     cache = verifier.new_cache(len(prompts), capacity)
@@ -87,7 +98,7 @@ def speculate(
     clock = Clock(verifier.device)
     features, ids = verifier.prefill(prompts, cache, layers)
     last = torch.tensor(cache.lengths, device=verifier.device) - 1
-    root = verifier.logits(features.last[torch.arange(len(last), device=last.device), last]).argmax(-1)
+    root = judge.first(verifier.logits(features.last[torch.arange(len(last), device=last.device), last]))
     next_ids = torch.cat([ids[:, 1:], ids[:, :1]], 1).scatter(1, last[:, None], root[:, None])
     counts = list(cache.lengths)
     clock.charge("prefill")
@@ -106,15 +117,16 @@ def speculate(
             features = Features(features.last[going], features.layers[going])
             root, next_ids = root[going], next_ids[going]
             cache.keep_rows(going)
+            judge.keep_rows(going)
             if session is not None:
                 session.keep_rows(going)
         clock.charge("other")
-        drafted = draft(tree, head, session, features, next_ids, counts, root)
+        drafted = draft(tree, head, session, features, next_ids, counts, root, judge.draw)
         clock.charge("draft")
         features = verifier.decode(drafted.ids, drafted.seen, drafted.depth, cache, layers)
-        choice = verifier.logits(features.last).argmax(-1)
+        read = judge.read(verifier.logits(features.last))
         clock.charge("verify")
-        path, accepted, root = greedy_path(drafted, choice, tree.depth)
+        path, accepted, root = judge.path(drafted, read)
         path_ids = drafted.ids.gather(1, path)
         emitted = record(done, active, cache.lengths, path_ids, accepted, root, tree.nodes - 1, max_new_tokens, verifier)
         counts = [1 + n for n in accepted.tolist()]
@@ -126,14 +138,17 @@ def speculate(
 
 def draft(
     tree: AnyTree, head: DraftHead | None, session: DraftSession | None, features: Features, next_ids: Tensor,
-    counts: list[int], root: Tensor,
+    counts: list[int], root: Tensor, draw: Draw | None,
 ) -> Tree:  # fmt: skip
     """Show the head what was committed since last time and let it fill the tree."""
     if head is None or session is None:
         one = torch.ones(1, 1, 1, dtype=torch.bool, device=root.device)
         zero = torch.zeros(1, 1, dtype=torch.long, device=root.device)
         return Tree(root[:, None], zero - 1, zero, one)
-    return tree.grow(session, root, session.observe(features, next_ids, counts), head.target_ids)
+    log_q = session.observe(features, next_ids, counts)
+    if isinstance(tree, DynamicTree):
+        return tree.grow(session, root, log_q, head.target_ids)
+    return tree.grow(session, root, log_q, head.target_ids, draw)
 
 
 def record(

@@ -13,6 +13,7 @@ from ..heads.base import Batch, DraftHead, shifted
 from ..heads.verifier import Verifier
 from .decode import Decoded, speculate
 from .metrics import acceptance, by_category, by_context
+from .sampling import GREEDY, Sampling, dice, penalised
 from .tree import AnyTree, chain
 
 
@@ -43,17 +44,20 @@ class Evaluator:
         self.prompts, self.batch = list(prompts), batch
         self.timing_prompts, self.timing_repeats = timing_prompts, timing_repeats
         self.on_prompts = on_prompts
+        self._penalised: dict[float, list[Decoded]] = {}
 
     def decode(
-        self, head: DraftHead | None, tree: AnyTree, prompts: Sequence[Prompt], batch: int
+        self, head: DraftHead | None, tree: AnyTree, prompts: Sequence[Prompt], batch: int, sampling: Sampling = GREEDY
     ) -> tuple[list[Decoded], dict[str, float]]:
-        """Answers in the order of `prompts`, and seconds by part."""
+        """Answers in the order of `prompts`, and seconds by part. All of them are drawn by one generator."""
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
         done: dict[int, Decoded] = {}
         seconds: dict[str, float] = {}
+        draw = dice(sampling.seed)
         for start in range(0, len(order), batch):
             part = order[start : start + batch]
-            decoded, spent = speculate(self.verifier, head, tree, [prompts[i].ids for i in part], self.max_new_tokens)
+            ids = [prompts[i].ids for i in part]
+            decoded, spent = speculate(self.verifier, head, tree, ids, self.max_new_tokens, sampling=sampling, draw=draw)
             done |= dict(zip(part, decoded, strict=True))
             seconds = {name: seconds.get(name, 0.0) + value for name, value in spent.items()}
             self.on_prompts(len(part))
@@ -61,23 +65,40 @@ class Evaluator:
 
     @cached_property
     def plain(self) -> list[Decoded]:
-        """The verifier alone, through the same loop and the same kind of cache."""
+        """The verifier alone and greedy, through the same loop and the same kind of cache."""
         return self.decode(None, chain(0), self.prompts, self.batch)[0]
 
-    def evaluate(self, head: DraftHead, trees: Sequence[AnyTree]) -> list[dict[str, Any]]:
-        """One result of evaluation.json for each tree."""
+    def greedy(self, sampling: Sampling) -> list[Decoded]:
+        """What greedy speculation must equal: a repetition penalty makes a text of its own."""
+        if sampling.repetition_penalty == 1:
+            return self.plain
+        if sampling.repetition_penalty not in self._penalised:
+            decoded = self.decode(None, chain(0), self.prompts, self.batch, sampling)[0]
+            self._penalised[sampling.repetition_penalty] = decoded
+        return self._penalised[sampling.repetition_penalty]
+
+    def evaluate(
+        self, head: DraftHead, trees: Sequence[AnyTree], samplings: Sequence[Sampling] = (GREEDY,)
+    ) -> list[dict[str, Any]]:
+        """One result of evaluation.json for each sampling and tree."""
         alpha = self.alpha(head)
-        timings = self.time(head, trees)
-        return [self._result(head, tree, alpha, timing) for tree, timing in zip(trees, timings, strict=True)]
+        results = []
+        for sampling in samplings:
+            timings = self.time(head, trees, sampling)
+            results += [self._result(head, tree, sampling, alpha, t) for tree, t in zip(trees, timings, strict=True)]
+        return results
 
     def acceptance(self, head: DraftHead, tree: AnyTree, limit: int | None = None) -> dict[str, Any]:
         """Only the acceptance metrics of one tree, on at most `limit` of the prompts, for a look during training."""
         decoded, _ = self.decode(head, tree, spread(self.prompts, limit), self.batch)
         return acceptance([r for answer in decoded for r in answer.rounds], tree.depth)
 
-    def _result(self, head: DraftHead, tree: AnyTree, alpha: float | None, timing: dict[str, Any]) -> dict[str, Any]:
-        decoded, seconds = self.decode(head, tree, self.prompts, self.batch)
-        divergences = list(self._divergences(decoded))
+    def _result(
+        self, head: DraftHead, tree: AnyTree, sampling: Sampling, alpha: float | None, timing: dict[str, Any]
+    ) -> dict[str, Any]:
+        decoded, seconds = self.decode(head, tree, self.prompts, self.batch, sampling)
+        greedy = sampling.applied == "greedy"
+        divergences = list(self.divergences(decoded, sampling)) if greedy else []
         metrics = acceptance([r for answer in decoded for r in answer.rounds], tree.depth)
         if tree.kind != "chain":
             metrics["conditional"] = None  # only on a chain is it a property of one distribution
@@ -85,10 +106,12 @@ class Evaluator:
         tau, speedup = metrics["tau"], timed["speedup"]
         return {
             "tree": tree.describe(),
-            "temperature": 0.0,
+            "temperature": sampling.temperature,
+            "rule": sampling.applied,
+            "lossless": sampling.lossless,
             **metrics,
             "alpha": alpha,
-            "identical_to_greedy": not divergences,
+            "identical_to_greedy": not divergences if greedy else None,
             "divergences": divergences,
             "overhead": tau / speedup if tau and speedup else None,
             **timed,
@@ -97,26 +120,30 @@ class Evaluator:
             "example": self._example(decoded),
         }
 
-    def _divergences(self, decoded: Sequence[Decoded]) -> Iterator[dict[str, Any]]:
+    def divergences(self, decoded: Sequence[Decoded], sampling: Sampling = GREEDY) -> Iterator[dict[str, Any]]:
         """Where an answer leaves the verifier's own, and by how much the verifier preferred its first choice there."""
-        for prompt, mine, plain in zip(self.prompts, decoded, self.plain, strict=True):
+        for prompt, mine, plain in zip(self.prompts, decoded, self.greedy(sampling), strict=True):
             if mine.tokens == plain.tokens:
                 continue
             pairs = zip(mine.tokens, plain.tokens, strict=False)
             at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(mine.tokens), len(plain.tokens)))
             ids = torch.tensor([prompt.ids + plain.tokens[:at]], device=self.verifier.device)
-            top = self.verifier.logits(self.verifier.features(ids).last[0, -1]).float().topk(2).values
-            yield {"prompt": prompt.id, "position": at, "gap": (top[0] - top[1]).item()}
+            logits = self.verifier.logits(self.verifier.features(ids).last[:, -1])
+            present = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)
+            top = penalised(logits, sampling, present)[0].topk(2).values
+            yield {"prompt": prompt.id, "position": at, "gap": (top[0] - top[1]).item(), "best": top[0].item()}
 
-    def time(self, head: DraftHead, trees: Sequence[AnyTree]) -> list[dict[str, Any]]:
+    def time(self, head: DraftHead, trees: Sequence[AnyTree], sampling: Sampling = GREEDY) -> list[dict[str, Any]]:
         """Speed-up of each tree: medians over repeats that take turns, one prompt at a time, after a warm-up."""
         if not self.timing_prompts:
             return [{} for _ in trees]
         prompts = spread(self.prompts, self.timing_prompts)
         contenders: list[tuple[DraftHead | None, AnyTree]] = [(None, chain(0)), *((head, tree) for tree in trees)]
         for contender in contenders:
-            self.decode(*contender, prompts[:1], 1)
-        runs = [[self.decode(*contender, prompts, 1)[1] for contender in contenders] for _ in range(self.timing_repeats)]
+            self.decode(*contender, prompts[:1], 1, sampling)
+        runs = [
+            [self.decode(*contender, prompts, 1, sampling)[1] for contender in contenders] for _ in range(self.timing_repeats)
+        ]
         totals = [statistics.median(sum(run[i].values()) for run in runs) for i in range(len(contenders))]
         return [
             {

@@ -94,6 +94,8 @@ class Result(Model):
 
     tree: Tree
     temperature: float
+    rule: str = "greedy"
+    lossless: bool = True
     rounds: int
     emitted: int
     drafted: int
@@ -116,7 +118,13 @@ class Result(Model):
 
     @property
     def label(self) -> str:
-        return str(self.tree) + (f", T {self.temperature:g}" if self.temperature else "")
+        return str(self.tree) + (f", T {self.chosen}" if self.temperature else "")
+
+    @property
+    def chosen(self) -> str:
+        """How tokens were chosen: the temperature, and above 0 the rule."""
+        rule = f", {self.rule}" if self.temperature else ""
+        return f"{self.temperature:g}{rule}{'' if self.lossless else ' (lossy)'}"
 
 
 class Head(Model):
@@ -151,7 +159,8 @@ class Run:
 
     @property
     def best(self) -> Result:
-        return max(self.evaluation.results, key=lambda result: result.tau or 0.0)
+        """By tau; a lossy result never stands for the run where there is a lossless one."""
+        return max(self.evaluation.results, key=lambda result: (result.lossless, result.tau or 0.0))
 
     @property
     def steps(self) -> int:
@@ -168,7 +177,7 @@ class Run:
 
     @property
     def fastest(self) -> Result:
-        return max(self.evaluation.results, key=lambda result: result.speedup or 0.0)
+        return max(self.evaluation.results, key=lambda result: (result.lossless, result.speedup or 0.0))
 
 
 def read_run(folder: Path) -> Run:

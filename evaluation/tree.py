@@ -3,7 +3,7 @@
 Shapes: B rows, N nodes (the root included), M nodes of one level, k children a node, Q columns of the head's vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,22 +14,40 @@ from ..heads.base import DraftSession
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """How the tokens of a tree were drawn. log_q: [B, E, Q] of the E nodes that have children; slots: [N], which of them a
+    node is; columns: [B, N], what was drawn at each node (0 for the root); target_ids: [Q]."""
+
+    log_q: Tensor
+    slots: Tensor
+    columns: Tensor
+    target_ids: Tensor
+
+
+@dataclass(frozen=True)
 class Tree:
-    """One tree a row. ids: [B, N] verifier ids; parents: [B, N], -1 for the root; depth: [B, N]; seen: bool [B, N, N]."""
+    """One tree a row. ids: [B, N] verifier ids; parents: [B, N], -1 for the root; depth: [B, N]; seen: bool [B, N, N];
+    drawn: None where the children are the likeliest ones instead of drawn ones."""
 
     ids: Tensor
     parents: Tensor
     depth: Tensor
     seen: Tensor
+    drawn: Drawn | None = None
+
+
+Draw = Callable[[Tensor, int], Tensor]  # (log q [B, M, Q], k) -> k columns drawn without replacement [B, M, k], in draw order
 
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one depth of a static tree. slots, ranks: which expanded node of the level above, and its how-manieth
-    child; expand: which of these nodes have children; parents: of those, the parent among all expanded nodes (-1: root)."""
+    """The nodes of one depth of a static tree. slots, ranks: which expanded node of the level above, and the child's rank;
+    turns: its number among the siblings that are there; expand: which of these nodes have children; parents: of those, the
+    parent among all expanded nodes (-1: root)."""
 
     slots: list[int]
     ranks: list[int]
+    turns: list[int]
     expand: list[int]
     parents: list[int]
 
@@ -50,7 +68,10 @@ class StaticTree:
         self.depths = torch.tensor([0] + [len(path) for path in self.paths])[None]
         self.seen = ancestry(self.parents, self.depth)
         self.levels = self._levels()
+        self.width = max((turn + 1 for level in self.levels for turn in level.turns), default=0)
         self.expanded = sum(len(level.expand) for level in self.levels)  # nodes that the head runs through while drafting
+        inner = [path for path in [(), *self.paths] if any(path == child[:-1] for child in self.paths)]
+        self.slots = torch.tensor([inner.index(path) if path in inner else 0 for path in index])
 
     def _levels(self) -> list[Level]:
         inner = {path[:-1] for path in self.paths}
@@ -62,25 +83,34 @@ class StaticTree:
             slots = [above.index(path[:-1]) for path in here]
             above = [path for path in here if path in inner]
             parents = [expanded.get(path[:-1], -1) for path in above]
-            levels.append(Level(slots, [path[-1] for path in here], [here.index(path) for path in above], parents))
+            turns = [slots[:i].count(slot) for i, slot in enumerate(slots)]
+            levels.append(Level(slots, [path[-1] for path in here], turns, [here.index(path) for path in above], parents))
         return levels
 
     def describe(self) -> dict[str, object]:
         base = {"kind": self.kind, "depth": self.depth, "nodes": self.nodes}
         return base if self.kind == "chain" else base | {"paths": [list(path) for path in self.paths]}
 
-    def grow(self, session: DraftSession, root: Tensor, log_q: Tensor, target_ids: Tensor) -> Tree:
-        """Fill the shape. root: [B] ids; log_q: [B, Q] of the root's children."""
+    def grow(self, session: DraftSession, root: Tensor, log_q: Tensor, target_ids: Tensor, draw: Draw | None = None) -> Tree:
+        """Fill the shape with the likeliest children, or with drawn ones. root: [B] ids; log_q: [B, Q] of its children."""
         device, batch = root.device, len(root)
         ids = [root[:, None]]
         choices = log_q[:, None]
+        asked, columns = [], [torch.zeros_like(ids[0])]
         for level in self.levels:
-            ranked = choices.topk(max(level.ranks) + 1).indices  # [B, M, k]
-            ids.append(target_ids[ranked[:, level.slots, level.ranks]])
+            if draw is None:
+                ranked = choices.topk(max(level.ranks) + 1).indices  # [B, M, k]
+                picked = ranked[:, level.slots, level.ranks]
+            else:
+                picked = draw(choices, max(level.turns) + 1)[:, level.slots, level.turns]
+                asked.append(choices)
+                columns.append(picked)
+            ids.append(target_ids[picked])
             if level.expand:
                 parents = torch.tensor(level.parents, device=device).expand(batch, -1)
                 choices = session.expand(ids[-1][:, level.expand], parents)
-        return Tree(torch.cat(ids, 1), self.parents.to(device), self.depths.to(device), self.seen.to(device))
+        drawn = Drawn(torch.cat(asked, 1), self.slots.to(device), torch.cat(columns, 1), target_ids) if asked else None
+        return Tree(torch.cat(ids, 1), self.parents.to(device), self.depths.to(device), self.seen.to(device), drawn)
 
 
 def chain(depth: int) -> StaticTree:
@@ -95,6 +125,7 @@ class DynamicTree:
 
     def __init__(self, depth: int, top_k: int, nodes: int) -> None:
         self.depth, self.top_k = depth, top_k
+        self.width = top_k
         self.nodes = min(nodes, 1 + top_k + (depth - 1) * top_k**2)
         self.expanded = (depth - 1) * top_k  # nodes that the head runs through while drafting
 

@@ -207,7 +207,7 @@ def test_eval_prints_a_table(stub: Any, folder: Path, capsys: pytest.CaptureFixt
     assert calls == [(Path("runs/a"), ["evaluation.prompts=3"])]
     printed = capsys.readouterr()
     row = next(line for line in printed.out.splitlines() if "chain" in line)
-    assert row.replace("│", " ").split() == ["chain", "4", "4", "0", "2.35", "33.6%", "identical", "1.50x"]
+    assert row.replace("│", " ").split() == ["chain", "4", "4", "0", "greedy", "2.35", "33.6%", "identical", "1.50x"]
     assert printed.err == "progress\n"
 
 
@@ -265,7 +265,7 @@ class Inspected:
 
 def test_data_inspect(stub: Any, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     calls = stub("headstart.data.inspection", "inspect_file", Inspected())
-    tokenizers = stub("headstart.heads.verifier", "load_tokenizer", lambda spec: f"tokenizer of {spec}")
+    tokenizers = stub("headstart.heads.loading", "load_tokenizer", lambda spec: f"tokenizer of {spec}")
     assert run(["data", "inspect", "a.jsonl", "b.jsonl"]) == 0
     assert capsys.readouterr().out == "two rows\n"
     assert run(["data", "inspect", "a.jsonl", "--verifier", "x/y", "--max-length", "9", "--limit", "1", "--json"]) == 0
@@ -278,7 +278,7 @@ def test_data_inspect(stub: Any, capsys: pytest.CaptureFixture[str], folder: Pat
 
 
 def test_data_inspect_without_a_tokenizer(stub: Any, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    stub("headstart.heads.verifier", "load_tokenizer", UserError("verifier x/y: its tokenizer cannot be loaded"))
+    stub("headstart.heads.loading", "load_tokenizer", UserError("verifier x/y: its tokenizer cannot be loaded"))
     assert run(["data", "inspect", "gone.jsonl", "--verifier", "x/y"]) == 2
     assert capsys.readouterr().err == "error: verifier x/y: its tokenizer cannot be loaded\n"
 

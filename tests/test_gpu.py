@@ -1,5 +1,6 @@
 """On a CUDA device: what a CPU computes, a GPU computes (run by `make gpu`)."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from headstart.evaluation.decode import speculate
+from headstart.evaluation.evaluate import Evaluator, Prompt
+from headstart.evaluation.lossless import own_text
 from headstart.evaluation.tree import AnyTree, DynamicTree, StaticTree, chain
 from headstart.heads.base import Batch, DraftHead
 from headstart.heads.generate import generate
@@ -46,6 +49,16 @@ def test_trees_write_what_plain_decoding_writes(
     head = new_head(verifier).to("cuda")
     decoded, _ = speculate(verifier, head, tree, PROMPTS, 48)
     assert [answer.tokens for answer in decoded] == generate(verifier, PROMPTS, 48)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_sampled_text_is_the_verifiers(kind: str, verifier: Verifier, request: pytest.FixtureRequest) -> None:
+    """The gates of `headstart lossless` for one's own model: chi-square of the rules on all trees, and the planted bias."""
+    verifier.facts = dataclasses.replace(verifier.facts, stop_ids=())
+    head: DraftHead = request.getfixturevalue(f"tiny_{kind}")(verifier).to("cuda")
+    evaluator = Evaluator(verifier, [Prompt(ids, str(ids), None, "") for ids in PROMPTS * 20], 48, batch=60)
+    gates = list(own_text(evaluator, head, TREES, 20_000, 0))
+    assert all(gate.passed for gate in gates), gates
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from headstart.cli import run
 from headstart.errors import UserError
+from headstart.evaluation import lossless, verify
 from headstart.heads.hub import load_head
 from headstart.jobs import claim, differences
+from headstart.jobs import lossless as lossless_job
 from headstart.training.checkpoint import Checkpoints
 from headstart.training.recipe import load_recipe
 
@@ -200,6 +203,54 @@ def test_a_head_from_chat_file_to_page(kind: str, write_recipe: Callable[..., Pa
         assert [name for name in line if name.endswith("_by_depth")] == [
             f"{name}_by_depth" for name in ("loss", *terms, "accuracy")
         ]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_lossless_of_a_run(
+    kind: str, write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof and the run's own gates; a decoding loop with a fault ends with 1, a folder that is no run with 2."""
+    recipe, folder = write_recipe(kind, evaluation__batch=32), tmp_path / "run"
+    assert headstart("train", recipe, "--run-folder", folder).code == 0
+    before = files(folder)
+    monkeypatch.setattr("headstart.jobs.proof", lambda seed: iter(lossless.one_node(seed)))  # the rest has a test of its own
+    proved = headstart("lossless", folder, "--tokens", 5000, "--json")
+    assert proved.code == 0, proved.out
+    gates = json.loads(proved.out)["gates"]
+    assert {gate["part"] for gate in gates} == {"one node", "wrong rules", "own model"}
+    own = [gate for gate in gates if gate["part"] == "own model"]
+    assert [gate["name"] for gate in own[:3]] == [
+        f"greedy, {tree}, float32" for tree in ("chain of 4 nodes", "static of 5 nodes", "dynamic of 8 nodes")
+    ]
+    assert [gate["measure"] for gate in own[3:]] == ["chi-square p"] * 7  # two rules for two trees, one for the third
+    assert int(own[-2]["note"].split()[0]) >= 5000
+    assert own[-1]["name"].startswith("planted bias")
+    assert files(folder) == before
+
+    honest = verify.candidates_law
+    monkeypatch.setattr(
+        verify, "candidates_law", lambda p, children: honest(p.square() / p.square().sum(1, keepdim=True), children)
+    )
+    failed = headstart("lossless", folder, "--tokens", 5000)
+    assert failed.code == 1
+    line = next(line for line in failed.out.splitlines() if "candidates, chain of 4 nodes" in line)
+    assert "FAILED" in line
+
+    shutil.rmtree(folder / "head")
+    assert "head" in refused("lossless", folder)
+    assert refused("lossless", tmp_path).endswith("not a run folder (no recipe.yaml in it); `headstart train` writes one")
+
+
+def test_lossless_below_float32_judges_in_both(
+    write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16 may part from itself at near ties only, and float32 not at all."""
+    monkeypatch.setattr("headstart.jobs.proof", lambda seed: iter(()))
+    recipe, folder = write_recipe("medusa", verifier__dtype="bfloat16"), tmp_path / "run"
+    assert headstart("train", recipe, "--run-folder", folder).code == 0
+    gates = [gate for gate in lossless_job(folder, 1000) if gate.name.startswith("greedy, ") and gate.part == "own model"]
+    assert [gate.name.rpartition(", ")[2] for gate in gates] == ["float32"] * 3 + ["bfloat16"] * 3
+    assert all(gate.passed for gate in gates), gates
 
 
 def test_training_again_changes_nothing(write_recipe: Callable[..., Path], cache: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headstart.evaluation.decode import speculate
 from headstart.evaluation.evaluate import Evaluator, Prompt, pieces
+from headstart.evaluation.sampling import GREEDY, Sampling
 from headstart.evaluation.tree import AnyTree, DynamicTree, StaticTree, chain
 from headstart.heads.base import Batch, DraftHead
 from headstart.heads.generate import generate
@@ -73,6 +74,65 @@ def test_a_result_has_the_keys_of_evaluation_json(verifier: Verifier, head: Draf
     assert len({result["alpha"] for result in results}) == 1
 
 
+def test_results_by_temperature(verifier: Verifier, head: DraftHead) -> None:
+    """Temperature by temperature, tree by tree; what each result says of its rule, and only greedy text is compared."""
+    samplings = [
+        GREEDY,
+        Sampling(0.7, "typical", seed=3),
+        Sampling(1.0, "without_replacement", seed=3),
+        Sampling(repetition_penalty=1.5),
+    ]
+    results = Evaluator(verifier, some_prompts(), BUDGET, batch=4).evaluate(head, TREES[:2], samplings)
+    told = [(r["temperature"], r["rule"], r["lossless"], r["identical_to_greedy"], r["divergences"]) for r in results[::2]]
+    assert told == [
+        (0.0, "greedy", True, True, []),
+        (0.7, "typical", False, None, []),
+        (1.0, "without_replacement", True, None, []),
+        (0.0, "greedy", True, True, []),
+    ]
+    assert [r["tree"]["kind"] for r in results] == ["chain", "static"] * 4
+    assert all(r["emitted"] == 6 * (BUDGET - 1) for r in results)
+
+
+def test_sampled_decoding_is_timed_against_sampled_decoding(
+    verifier: Verifier, head: DraftHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator = Evaluator(verifier, some_prompts(2), 6, timing_prompts=1)
+    honest, asked = evaluator.decode, []
+
+    def decode(head: DraftHead | None, *given: Any) -> Any:
+        asked.append((head is None, given[-1].temperature if isinstance(given[-1], Sampling) else None))
+        return honest(head, *given)
+
+    monkeypatch.setattr(evaluator, "decode", decode)
+    assert evaluator.time(head, TREES[:1], Sampling(0.9))[0]["speedup"] > 0
+    assert asked == [(True, 0.9), (False, 0.9)] * 4
+
+
+def test_a_seed_decides_sampled_text_and_nothing_else(verifier: Verifier, head: DraftHead) -> None:
+    evaluator = Evaluator(verifier, some_prompts(), BUDGET, batch=4)
+
+    def texts(seed: int) -> list[list[int]]:
+        sampling = Sampling(1.0, "without_replacement", seed=seed)
+        return [answer.tokens for answer in evaluator.decode(head, TREES[1], evaluator.prompts, 4, sampling)[0]]
+
+    assert texts(1) == texts(1) != texts(2)
+
+
+def test_the_penalised_text_is_that_of_penalised_full_passes(verifier: Verifier, head: DraftHead) -> None:
+    prompts = some_prompts(3)
+    sampling = Sampling(repetition_penalty=1.4)
+    decoded, _ = Evaluator(verifier, prompts, BUDGET).decode(head, TREES[2], prompts, 3, sampling)
+    for prompt, answer in zip(prompts, decoded, strict=True):
+        ids = list(prompt.ids)
+        for _ in range(BUDGET):
+            with torch.no_grad():
+                x = verifier.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].tolist()
+            x = [(v / 1.4 if v > 0 else v * 1.4) if i in ids else v for i, v in enumerate(x)]
+            ids.append(x.index(max(x)))
+        assert answer.tokens == ids[len(prompt.ids) :]
+
+
 def test_the_numbers_do_not_depend_on_the_batch(verifier: Verifier, head: DraftHead) -> None:
     def numbers(batch: int) -> list[dict[str, Any]]:
         results = Evaluator(verifier, some_prompts(3), 12, batch).evaluate(head, TREES)
@@ -113,6 +173,22 @@ def test_another_text_than_the_verifiers_is_reported(verifier: Verifier, head: D
             logits = verifier.model(input_ids=torch.tensor([prompts[row].ids + true[row][:at]])).logits[0, -1]
         top, second = sorted(logits.tolist(), reverse=True)[:2]
         assert divergence["gap"] == pytest.approx(top - second, abs=1e-4)
+
+
+def test_the_gap_of_a_penalised_text_is_one_of_penalised_logits(verifier: Verifier, head: DraftHead) -> None:
+    sampling, (prompt,) = Sampling(repetition_penalty=1.4), some_prompts(1)
+    evaluator = Evaluator(verifier, [prompt], BUDGET)
+    text = evaluator.greedy(sampling)[0].tokens
+    true = text[:6]
+    text[6] = (text[6] + 1) % 96
+    (divergence,) = evaluator.evaluate(head, TREES[:1], [sampling])[0]["divergences"]
+    ids = prompt.ids + true
+    with torch.no_grad():
+        x = verifier.model(input_ids=torch.tensor([ids])).logits[0, -1].tolist()
+    top, second = sorted(((v / 1.4 if v > 0 else v * 1.4) if i in ids else v for i, v in enumerate(x)), reverse=True)[:2]
+    assert divergence["position"] == 6
+    assert divergence["gap"] == pytest.approx(top - second, abs=1e-4)
+    assert divergence["best"] == pytest.approx(top, abs=1e-4)
 
 
 def naive_alpha(verifier: Verifier, head: DraftHead, prompts: list[Prompt]) -> float:
@@ -164,7 +240,7 @@ def test_the_speed_up_is_a_ratio_of_medians(verifier: Verifier, head: DraftHead,
     calls: list[tuple[str | None, int, int]] = []
     evaluator = Evaluator(verifier, some_prompts(6), BUDGET, timing_prompts=2, timing_repeats=3)
 
-    def decode(head: DraftHead | None, tree: AnyTree, prompts: list[Prompt], batch: int) -> Any:
+    def decode(head: DraftHead | None, tree: AnyTree, prompts: list[Prompt], batch: int, sampling: Sampling) -> Any:
         name = None if head is None else tree.kind
         took = seconds[name][sum(call[0] == name for call in calls)]
         calls.append((name, len(prompts), batch))

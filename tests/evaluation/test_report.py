@@ -232,6 +232,17 @@ def test_cards_show_the_best_tree_and_name_a_faster_one(make_run: MakeRun) -> No
     assert page.text.count("Fastest:") == 1
 
 
+@pytest.mark.usefixtures("no_charts")
+def test_a_lossy_result_is_marked_and_never_the_best(make_run: MakeRun) -> None:
+    sampled = {"temperature": 0.7, "identical_to_greedy": None}
+    lossy = DYNAMIC | sampled | {"rule": "typical", "lossless": False, "tau": 4.9, "speedup": 3.0}
+    drawn = CHAIN | sampled | {"rule": "without_replacement", "lossless": True}
+    page = report(make_run("a", results=[lossy, drawn]))
+    assert [row["temperature"] for row in page.rows[:2]] == ["0.7, typical (lossy)", "0.7, without_replacement"]
+    assert "eagle3 chain, depth 4, T 0.7, without_replacement 2.67 tokens a verifier pass" in page.text
+    assert "Fastest:" not in page.text
+
+
 def test_nothing_measured_is_a_dash_not_a_zero(make_run: MakeRun) -> None:
     nothing = {"tau": None, "survival": [None] * 4, "conditional": [None] * 4, "draft_acceptance_rate": None}
     nothing |= {"alpha": None, "speedup": None, "overhead": None, "example": None, "seconds": {}, "rounds": 0}

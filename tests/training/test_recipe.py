@@ -9,7 +9,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from headstart.build import build_samplings
 from headstart.errors import UserError
+from headstart.evaluation.sampling import Sampling
 from headstart.training.recipe import (
     ChainSection,
     DynamicSection,
@@ -97,6 +99,13 @@ def test_defaults(write: Any) -> None:
         "evaluation": {
             "trees": [{"kind": "chain", "depth": 4}],
             "dtype": None,
+            "temperatures": [0.0],
+            "rule": "candidates",
+            "top_k": None,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "seed": 0,
             "max_new_tokens": 128,
             "batch": 1,
             "prompts": None,
@@ -326,6 +335,43 @@ def test_faulty_overrides(write: Any, override: str, message: str) -> None:
     found = faults(write(GOOD), override)
     assert len(found) == 1
     assert found[0].startswith(message)
+
+
+DYNAMIC = "evaluation.trees=[{kind: chain, depth: 2}, {kind: dynamic, depth: 2, top_k: 2, nodes: 4}]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [DYNAMIC, "evaluation.rule=without_replacement"],
+            "evaluation.rule: without_replacement needs trees whose shape is fixed in advance (chain, static); for a dynamic "
+            "one use candidates",
+        ),
+        (
+            ["evaluation.rule=typical", "evaluation.repetition_penalty=1.2"],
+            "evaluation.repetition_penalty: rule typical cannot take a repetition penalty; use candidates or "
+            "without_replacement",
+        ),
+        (["evaluation.rule=leviathan"], "evaluation.rule: "),
+        (["evaluation.temperatures=[-0.5]"], "evaluation.temperatures.0: must be at least 0.0, got -0.5"),
+        (["evaluation.temperatures=[]"], "evaluation.temperatures: "),
+        (["evaluation.top_p=0"], "evaluation.top_p: must be more than 0.0, got 0"),
+        (["evaluation.top_k=0"], "evaluation.top_k: must be at least 1, got 0"),
+        (["evaluation.min_p=1.5"], "evaluation.min_p: must be at most 1.0, got 1.5"),
+    ],
+)
+def test_faulty_sampling(write: Any, overrides: list[str], message: str) -> None:
+    (found,) = faults(write(GOOD), *overrides)
+    assert found.startswith(f"override: {message}")
+
+
+def test_sampling_is_built_from_the_recipe(write: Any) -> None:
+    changes = ["temperatures=[0, 0.7]", "rule=without_replacement", "top_k=40", "top_p=0.9", "min_p=0.05", "seed=5"]
+    recipe = load_recipe(write(GOOD), [f"evaluation.{change}" for change in changes])
+    assert build_samplings(recipe) == [
+        Sampling(t, "without_replacement", top_k=40, top_p=0.9, min_p=0.05, seed=5) for t in (0.0, 0.7)
+    ]
 
 
 def test_another_kind_by_override_tells_which_keys_are_left_over(write: Any) -> None:

@@ -1,0 +1,75 @@
+"""Is sampled text what the verifier would sample? A chi-square test over every token, each against its own distribution.
+
+A token drawn from its conditional distribution p lies at F + v * p on the unit interval, F the probability of all likelier
+tokens and v uniform: over any text these places are independent and uniform exactly when every token was drawn from its p
+(the randomised probability integral transform). They are counted in equal bins.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..heads.verifier import Verifier
+from .sampling import precise
+
+BINS = 20
+ROWS = 64  # distributions over the whole vocabulary in memory at once
+PLANTED = 0.05  # share of tokens that the planted bias replaces by the verifier's likeliest one
+
+
+@dataclass
+class Places:
+    """Counts by bin, of the text and of the same text with the planted bias."""
+
+    true: Tensor
+    planted: Tensor
+
+    @classmethod
+    def none(cls) -> "Places":
+        return cls(torch.zeros(BINS, dtype=torch.long), torch.zeros(BINS, dtype=torch.long))
+
+    def __add__(self, other: "Places") -> "Places":
+        return Places(self.true + other.true, self.planted + other.planted)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.true.sum())
+
+
+def p_value(counts: Tensor) -> float:
+    """Of Pearson's chi-square test that all bins are equally likely."""
+    expected = counts.sum().double() / len(counts)
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), statistic / 2).item()
+
+
+@torch.no_grad()
+def places(
+    verifier: Verifier, prompt: Sequence[int], tokens: Sequence[int], skip: int, generator: torch.Generator
+) -> Places:  # fmt: skip
+    """Where the tokens of an answer lie in their distributions at temperature 1, by one plain forward pass.
+
+    skip: how many of the first tokens are left out (the prefill's own is no draft's).
+    """
+    if len(tokens) <= skip:
+        return Places.none()
+    ids = torch.tensor([[*prompt, *tokens]], device=verifier.device)
+    states = verifier.features(ids[:, :-1]).last[0, len(prompt) - 1 + skip :]
+    found = Places.none()
+    for hidden, token in zip(states.split(ROWS), ids[0, len(prompt) + skip :].split(ROWS), strict=True):
+        p = precise(verifier.logits(hidden)).softmax(-1)
+        share, uniform = torch.rand(2, len(token), generator=generator, dtype=torch.float64).to(p)
+        biased = torch.where(share < PLANTED, p.argmax(-1), token)
+        found += Places(bins(p, token, uniform), bins(p, biased, uniform))
+    return found
+
+
+def bins(p: Tensor, token: Tensor, uniform: Tensor) -> Tensor:
+    """p: [n, V]; token, uniform: [n] -> counts [BINS]. Tokens are ordered by probability, ties by id."""
+    own = p.gather(1, token[:, None])
+    index = torch.arange(p.shape[1], device=p.device)
+    before = (p > own) | ((p == own) & (index < token[:, None]))
+    place = (p * before).sum(1) + uniform * own[:, 0]
+    return torch.bincount((place * BINS).long().clamp(0, BINS - 1), minlength=BINS).cpu()

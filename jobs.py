@@ -32,6 +32,8 @@ from .heads.verifier import Verifier
 from .training.recipe import Recipe, load_recipe, recipe_yaml
 from .training.trainer import fit
 
+START = "start"  # in a run folder: an imported head that training goes on from
+
 
 @dataclass
 class Workshop:
@@ -63,7 +65,10 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     check_claim(run_folder, recipe)
     workshop = workshop or open_workshop(recipe)
     verifier, training = workshop.verifier, workshop.samples
-    head = build_head(recipe, verifier, training, workshop.features)
+    if (run_folder / START).is_dir():
+        head = load_head(run_folder / START).to(verifier.device)
+    else:
+        head = build_head(recipe, verifier, training, workshop.features)
     tree = build_tree(recipe.evaluation.trees[0])  # the cheapest look that still decodes for real
     section = recipe.training
     plan = batch_plan([len(s.ids) for s in training], section.batch_tokens, section.seed, section.steps, section.epochs)

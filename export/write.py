@@ -32,6 +32,7 @@ def write_export(order: Order, engine: str, folder: Path) -> Export:
 
     def write(target: Path) -> None:
         save_file(export.tensors, target / export.weights, metadata={"format": "pt"})
+        (target / export.weights).chmod(0o644)  # safetensors makes it private
         (target / "config.json").write_text(json.dumps(export.config, indent=2) + "\n", encoding="utf-8")
         (target / "SERVING.md").write_text(serving(export, order), encoding="utf-8")
 

@@ -76,7 +76,7 @@ def test_help_answers_in_under_half_a_second() -> None:
 def test_help_of_the_module() -> None:
     done = headstart("--help")
     assert done.returncode == 0
-    for verb in ("quickstart", "train", "eval", "report", "env", "recipe", "data"):
+    for verb in ("quickstart", "train", "eval", "report", "export", "verify-export", "import", "env", "recipe", "data"):
         assert f"\n  {verb} " in done.stdout
 
 
@@ -265,7 +265,7 @@ class Inspected:
 
 def test_data_inspect(stub: Any, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     calls = stub("headstart.data.inspection", "inspect_file", Inspected())
-    tokenizers = stub("headstart.heads.verifier", "load_tokenizer", lambda spec: f"tokenizer of {spec}")
+    tokenizers = stub("headstart.heads.loading", "load_tokenizer", lambda spec: f"tokenizer of {spec}")
     assert run(["data", "inspect", "a.jsonl", "b.jsonl"]) == 0
     assert capsys.readouterr().out == "two rows\n"
     assert run(["data", "inspect", "a.jsonl", "--verifier", "x/y", "--max-length", "9", "--limit", "1", "--json"]) == 0
@@ -278,7 +278,7 @@ def test_data_inspect(stub: Any, capsys: pytest.CaptureFixture[str], folder: Pat
 
 
 def test_data_inspect_without_a_tokenizer(stub: Any, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    stub("headstart.heads.verifier", "load_tokenizer", UserError("verifier x/y: its tokenizer cannot be loaded"))
+    stub("headstart.heads.loading", "load_tokenizer", UserError("verifier x/y: its tokenizer cannot be loaded"))
     assert run(["data", "inspect", "gone.jsonl", "--verifier", "x/y"]) == 2
     assert capsys.readouterr().err == "error: verifier x/y: its tokenizer cannot be loaded\n"
 

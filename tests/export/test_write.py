@@ -380,6 +380,11 @@ def test_an_earlier_export_is_replaced_and_nothing_else_is(
     assert (folder / "notes.txt").read_text() == "mine"
 
 
+def test_others_may_read_it(tiny: Build, tiny_eagle3: Build, export_to: Build) -> None:
+    folder = export_to("vllm", tiny_eagle3(tiny("llama")), tiny("llama"))
+    assert {path.stat().st_mode & 0o444 for path in [folder, *folder.iterdir()]} == {0o444}
+
+
 def test_a_place_that_cannot_be_written(tiny: Build, tiny_eagle3: Build, export_to: Build, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     for folder in ("file", "file/inside"):

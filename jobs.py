@@ -29,10 +29,11 @@ from .heads.base import DraftHead, check_fits
 from .heads.files import write_text
 from .heads.hub import load_head
 from .heads.verifier import Verifier
-from .training.recipe import Recipe, load_recipe, recipe_yaml
+from .training.recipe import HeadSection, Recipe, load_recipe, recipe_yaml
 from .training.trainer import fit
 
 START = "start"  # in a run folder: an imported head that training goes on from
+LEARNING = ("depth", "decay", "targets")  # what a recipe may change of such a head
 
 
 @dataclass
@@ -66,7 +67,7 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     workshop = workshop or open_workshop(recipe)
     verifier, training = workshop.verifier, workshop.samples
     if (run_folder / START).is_dir():
-        head = load_head(run_folder / START).to(verifier.device)
+        head = start_from(run_folder / START, recipe.head).to(verifier.device)
     else:
         head = build_head(recipe, verifier, training, workshop.features)
     tree = build_tree(recipe.evaluation.trees[0])  # the cheapest look that still decodes for real
@@ -84,6 +85,22 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
         run_folder,
         lambda h: brief(workshop.evaluator.acceptance(h, tree, section.evaluate_prompts)),
     )
+
+
+def start_from(folder: Path, section: HeadSection) -> DraftHead:
+    """An imported head to go on from. The recipe says how it learns; what it is made of, its vocabulary too, stays (C13)."""
+    head = load_head(folder)
+    said = section.model_dump(exclude_none=True)
+    size = said.pop("vocabulary", said.pop("draft_vocabulary", head.config.vocab_size))
+    if size != len(head.target_ids):
+        raise UserError(f"head: the recipe asks for {size} tokens, the head in {folder} drafts {len(head.target_ids)}; the "
+                        "vocabulary of an imported head stays")  # fmt: skip
+    learning = {name: said.pop(name) for name in LEARNING if name in said}
+    for name, value in said.items():
+        if value != getattr(head.config, name):
+            raise UserError(f"head.{name}: {value} in the recipe, {getattr(head.config, name)} in {folder}; it cannot change")
+    head.config = head.config.model_copy(update=learning)
+    return head
 
 
 def brief(metrics: dict[str, Any]) -> dict[str, Any]:

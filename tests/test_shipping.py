@@ -15,7 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from headstart.cli import run
+from headstart.errors import UserError
 from headstart.heads.hub import load_head, save_head
+from headstart.jobs import start_from
 from headstart.training.recipe import Recipe, load_recipe, recipe_yaml
 
 Build = Callable[..., Any]
@@ -138,6 +140,7 @@ def test_training_goes_on_from_an_imported_head(make_run: Build, verifier_folder
     assert headstart("import", out, "--verifier", verifier_folder, "--run-folder", back).code == 0
     recipe = load_recipe(back / "recipe.yaml").model_dump(mode="json")
     recipe["data"] |= {"train": [str(tmp_path / "chat.jsonl")], "answer_tokens": 8}
+    recipe["head"] |= {"depth": 2}
     recipe["training"] |= {"steps": 1, "batch_tokens": 100, "learning_rate": 1e-9, "warmup": 0.0}
     recipe["evaluation"] |= {"max_new_tokens": 8}
     (back / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML
@@ -148,6 +151,22 @@ def test_training_goes_on_from_an_imported_head(make_run: Build, verifier_folder
     for name, tensor in start.items():
         assert torch.allclose(tensor, after[name], atol=1e-7), name
     assert any(not torch.equal(tensor, after[name]) for name, tensor in start.items())
+    assert json.loads((back / "head" / "config.json").read_text())["depth"] == 2  # how it learns may change
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"draft_vocabulary": 40}, "the recipe asks for 40 tokens, the head in .*start drafts 258; the vocabulary .* stays"),
+    ({"layers": (1, 2)}, r"head\.layers: \(1, 2\) in the recipe, \(1, 2, 3\) in .*start; it cannot change"),
+])  # fmt: skip
+def test_case_13_what_an_imported_head_is_made_of_stays(
+    change: dict[str, Any], message: str, make_run: Build, verifier_folder: Path, tmp_path: Path
+) -> None:
+    folder, out, back = make_run("eagle3"), tmp_path / "out", tmp_path / "back"
+    assert headstart("export", folder, "--to", "vllm", "--output", out).code == 0
+    assert headstart("import", out, "--verifier", verifier_folder, "--run-folder", back).code == 0
+    section = load_recipe(back / "recipe.yaml").head.model_copy(update=change)
+    with pytest.raises(UserError, match=message):
+        start_from(back / "start", section)
 
 
 def test_a_broken_rule_is_a_line_and_exit_1(make_run: Build, tmp_path: Path) -> None:

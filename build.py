@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,18 +18,22 @@ from .data.vocabulary import choose_vocabulary
 from .errors import UserError
 from .evaluation.evaluate import Evaluator, Prompt
 from .evaluation.tree import AnyTree, DynamicTree, StaticTree, chain
-from .heads.base import DraftHead
+from .heads.base import DraftHead, LayerConfig
 from .heads.builtin import cache_folder
+from .heads.eagle1 import Eagle1Config, Eagle1Head
 from .heads.eagle3 import Eagle3Config, Eagle3Head
 from .heads.facts import Facts
 from .heads.medusa import MedusaConfig, MedusaHead
+from .heads.mtp import MtpConfig, MtpHead, new_mtp
 from .heads.verifier import Features, Verifier
 from .progress import progress_bar
 from .training.recipe import (
     ChainSection,
     DynamicSection,
+    Eagle1Section,
     Eagle3Section,
     MedusaSection,
+    MtpSection,
     Recipe,
     StaticSection,
 )
@@ -133,6 +138,10 @@ def build_head(recipe: Recipe, verifier: Verifier, training: Sequence[Sample], s
     torch.manual_seed(recipe.training.seed)
     if isinstance(recipe.head, MedusaSection):
         return build_medusa(recipe.head, verifier, training)
+    if isinstance(recipe.head, Eagle1Section):
+        return build_eagle1(recipe.head, verifier, training)
+    if isinstance(recipe.head, MtpSection):
+        return build_mtp(recipe.head, verifier, training)
     return build_eagle3(recipe.head, verifier, training, source)
 
 
@@ -145,6 +154,7 @@ def build_medusa(section: MedusaSection, verifier: Verifier, training: Sequence[
         blocks=section.blocks,
         lm_head=section.lm_head,
         targets=section.targets,
+        loss=section.loss,
         decay=section.decay,
         draft_vocab_size=len(ids),
     )
@@ -153,23 +163,39 @@ def build_medusa(section: MedusaSection, verifier: Verifier, training: Sequence[
     return head
 
 
+def layer_sizes(facts: Facts, vocabulary: int) -> dict[str, Any]:
+    """The fields of a LayerConfig: decoder layers of the verifier's sizes."""
+    return {name: getattr(facts, name) for name in LayerConfig.model_fields if hasattr(facts, name)} | {
+        "draft_vocab_size": vocabulary
+    }
+
+
+def build_eagle1(section: Eagle1Section, verifier: Verifier, training: Sequence[Sample]) -> Eagle1Head:
+    ids = build_vocabulary(section.vocabulary, verifier, training)
+    own = section.model_dump(exclude={"vocabulary"})
+    return Eagle1Head(Eagle1Config(**own, **layer_sizes(verifier.facts, len(ids))), ids).to(verifier.device)
+
+
+def build_mtp(section: MtpSection, verifier: Verifier, training: Sequence[Sample]) -> MtpHead:
+    ids = build_vocabulary(section.vocabulary, verifier, training)
+    own = section.model_dump(exclude={"vocabulary", "decay"})
+    decay = section.decay or (0.6 if section.form == "recursive" else 1.0)
+    head = new_mtp(MtpConfig(**own, decay=decay, **layer_sizes(verifier.facts, len(ids))), ids).to(verifier.device)
+    head.initialise(verifier)
+    return head
+
+
 def build_eagle3(section: Eagle3Section, verifier: Verifier, training: Sequence[Sample], source: FeatureSource) -> Eagle3Head:
     facts = verifier.facts
     ids = build_vocabulary(section.draft_vocabulary, verifier, training)
     config = Eagle3Config(
-        hidden_size=facts.hidden_size,
-        vocab_size=facts.vocab_size,
         layers=eagle3_layers(section, facts),
         depth=section.depth,
         decay=section.decay,
-        draft_vocab_size=len(ids),
-        num_attention_heads=facts.num_attention_heads,
-        num_key_value_heads=facts.num_key_value_heads,
-        head_dim=facts.head_dim,
-        intermediate_size=facts.intermediate_size,
-        rms_norm_eps=facts.rms_norm_eps,
-        max_position_embeddings=facts.max_position_embeddings,
-        rope_parameters=facts.rope_parameters,
+        loss=section.loss,
+        fc_norm=section.fc_norm,
+        norm_output=section.norm_output,
+        **layer_sizes(facts, len(ids)),
     )
     head = Eagle3Head(config, ids).to(verifier.device)
     batch, features = source.load(range(min(16, len(training))))

@@ -4,7 +4,7 @@ Shapes: B rows, T tokens, M nodes of one tree level, K depths, d hidden size, Q 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from .facts import Facts
+from .layers import DecoderLayer, RotaryPositions
 from .losses import HeadLoss
 from .verifier import Features, Verifier
 
@@ -26,6 +27,29 @@ class HeadConfig(BaseModel):
     kind: str
     hidden_size: int
     vocab_size: int  # rows of the verifier's lm_head
+
+
+class LayerConfig(HeadConfig):
+    """A head with decoder layers of the verifier's sizes, over a vocabulary of its own."""
+
+    draft_vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any] | None
+
+    def layer(self, inputs: int, norms: Sequence[str]) -> DecoderLayer:
+        """A decoder layer whose attention reads `inputs` values."""
+        return DecoderLayer(
+            inputs, self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim,
+            self.intermediate_size, self.rms_norm_eps, norms,
+        )  # fmt: skip
+
+    def rotary(self) -> RotaryPositions:
+        return RotaryPositions(self.head_dim, self.rope_parameters, self.max_position_embeddings)
 
 
 @dataclass(frozen=True)
@@ -91,6 +115,11 @@ class DraftHead(nn.Module, ABC):
     def teacher(self, features: Features, verifier: Verifier, wanted: Tensor) -> Tensor:
         """The verifier's probabilities [M, Q], over the head's own vocabulary alone, at the `wanted` [B, T] positions."""
         return verifier.logits(features.last[wanted], self.target_ids).float().softmax(-1)
+
+    def verifier_log_q(self, hidden: Tensor, verifier: Verifier) -> Tensor:
+        """float32 log q [..., Q] of states [..., d] that go through the verifier's own frozen lm_head."""
+        ids = None if len(self.target_ids) == self.config.vocab_size else self.target_ids
+        return verifier.logits(hidden.to(verifier.dtype), ids).float().log_softmax(-1)
 
     @abstractmethod
     def first_draft(self, batch: Batch, features: Features, verifier: Verifier, where: Tensor) -> Tensor:

@@ -125,6 +125,38 @@ def visible(cache_lengths: list[int], tree_BTN: Tensor, depth_BN: Tensor, window
     return seen & (query_position_BT[:, :, None] - key_position_BS[:, None, :] < window)
 
 
+class Ancestry:
+    """The nodes that a head has expanded in a round, in the order given, behind the committed tokens of each row."""
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self.seen = torch.zeros(
+            batch, 0, 0, dtype=torch.bool, device=device
+        )  # [B, N, N]: who is on whose path, itself included
+        self.depths = torch.zeros(batch, 0, dtype=torch.long, device=device)  # [B, N]: 0 for a child of the root
+
+    def grow(self, parents: Tensor) -> None:
+        """Append a level. parents: [B, M], index of each new node's parent, -1 for the root."""
+        batch, size = parents.shape
+        nodes = self.seen.shape[1]
+        seen = self.seen.new_zeros(batch, nodes + size, nodes + size)
+        seen[:, :nodes, :nodes] = self.seen
+        if nodes:
+            up = parents.clamp(min=0)
+            inherited = self.seen.gather(1, up[:, :, None].expand(-1, -1, nodes)) & (parents >= 0)[:, :, None]
+            seen[:, nodes:, :nodes] = inherited
+            depth = torch.where(parents >= 0, self.depths.gather(1, up) + 1, 0)
+        else:
+            depth = torch.zeros_like(parents)
+        seen[:, nodes:, nodes:] = torch.eye(size, dtype=torch.bool, device=seen.device)
+        self.seen, self.depths = seen, torch.cat([self.depths, depth], 1)
+
+    def newest(self, lengths: list[int], count: int) -> tuple[Tensor, Tensor]:
+        """Of the last `count` nodes: positions [B, M], and which slots they see, bool [B, M, S]."""
+        starts = torch.tensor(lengths, device=self.depths.device)[:, None]
+        first = self.depths.shape[1] - count
+        return starts + self.depths[:, first:], visible(lengths, self.seen[:, first:], self.depths, None)
+
+
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """Bool mask [B, T, S] as the additive mask [B, 1, T, S] that every attention implementation takes.
 

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from ..errors import UserError
-from . import eagle3, medusa  # noqa: F401  (they register their kinds)
+from . import eagle1, eagle3, medusa, mtp  # noqa: F401  (they register their kinds)
 from .base import DraftHead, build_head
 from .files import replace_folder
 

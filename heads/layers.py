@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens, H heads, G key/value heads, D head size, d hidden size.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,6 +71,31 @@ class Attention(nn.Module):
 
     def merge(self, x_BHTD: Tensor) -> Tensor:
         return self.o_proj(x_BHTD.transpose(1, 2).flatten(2))
+
+
+class DecoderLayer(nn.Module):
+    """A layer after its attention input is made: attention, norm, MLP, with residuals. How the input is made differs.
+
+    norms: names of RMS norms [d] that the input needs; `inputs`: size of what q, k and v read.
+    """
+
+    input_layernorm: nn.RMSNorm
+    hidden_norm: nn.RMSNorm
+
+    def __init__(
+        self, inputs: int, hidden: int, heads: int, kv_heads: int, head_dim: int, intermediate: int, eps: float,
+        norms: Sequence[str],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        for name in norms:
+            self.add_module(name, nn.RMSNorm(hidden, eps))
+        self.self_attn = Attention(inputs, hidden, heads, kv_heads, head_dim)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.mlp = Mlp(hidden, intermediate)
+
+    def finish(self, residual: Tensor, attended_BHTD: Tensor) -> Tensor:
+        residual = residual + self.self_attn.merge(attended_BHTD)
+        return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

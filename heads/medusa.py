@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .base import Batch, DraftHead, DraftSession, HeadConfig, check_fits, columns_of, register, shifted, target_rows
-from .losses import HeadLoss, linear_cross_entropy
+from .losses import HeadLoss, SoftLoss, linear_cross_entropy
 from .verifier import Features, Verifier
 
 
@@ -20,6 +20,7 @@ class MedusaConfig(HeadConfig):
     blocks: int
     lm_head: Literal["own", "shared"]
     targets: Literal["hard", "soft"]
+    loss: SoftLoss = "ce"  # with soft targets
     decay: float
     draft_vocab_size: int
 
@@ -100,7 +101,7 @@ class MedusaHead(DraftHead):
         for i, blocks in enumerate(self.blocks):
             hidden = blocks(features.last[supervised[i]].float())
             rows = shifted(index, 1 + i, -1)[supervised[i]]
-            loss, hits = linear_cross_entropy(hidden, outputs[i], targets, rows)
+            loss, hits = linear_cross_entropy(hidden, outputs[i], targets, rows, self.config.loss)
             sums.append(loss)
             correct.append(hits)
         counts = supervised.flatten(1).sum(1)

@@ -14,8 +14,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headstart.heads.base import Batch, DraftHead
+from headstart.heads.eagle1 import Eagle1Config, Eagle1Head
 from headstart.heads.eagle3 import Eagle3Config, Eagle3Head
 from headstart.heads.medusa import MedusaConfig, MedusaHead
+from headstart.heads.mtp import MtpConfig, MtpHead, new_mtp
 from headstart.heads.verifier import Features, Verifier
 
 torch.set_num_threads(1)
@@ -113,14 +115,39 @@ def build_eagle3(verifier: Verifier, seed: int = 2, target_ids: torch.Tensor | N
     facts = verifier.facts
     ids = pruned(facts.vocab_size) if target_ids is None else target_ids
     values: dict[str, Any] = {"layers": (1, 2, 3), "depth": 4, "decay": 0.8, "draft_vocab_size": len(ids)}
-    names = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-             "rms_norm_eps", "max_position_embeddings", "rope_parameters")  # fmt: skip
-    sizes = {name: getattr(facts, name) for name in names}
-    head = Eagle3Head(Eagle3Config(**values | sizes | fields), ids)
+    head = Eagle3Head(Eagle3Config(**values | layer_sizes(verifier) | fields), ids)
     randomise(head, seed)
     with torch.no_grad():
         head.input_scale.copy_(torch.linspace(0.5, 1.5, head.fc.in_features))
         head.fc.weight *= 0.06  # a tiny verifier's states are large: without this the residual drowns the attention
+    return head
+
+
+def layer_sizes(verifier: Verifier) -> dict[str, Any]:
+    """The config fields of a head's decoder layers."""
+    names = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+             "rms_norm_eps", "max_position_embeddings", "rope_parameters")  # fmt: skip
+    return {name: getattr(verifier.facts, name) for name in names}
+
+
+def build_eagle1(verifier: Verifier, seed: int = 3, target_ids: torch.Tensor | None = None, **fields: Any) -> Eagle1Head:
+    """An EAGLE-1 head with random weights, without noise, over the whole vocabulary."""
+    size = verifier.facts.vocab_size if target_ids is None else len(target_ids)
+    values: dict[str, Any] = {"depth": 1, "decay": 1.0, "cross_entropy": 0.1, "top_tokens": 0, "noise": 0.0,
+                              "noise_by_length": False, "draft_vocab_size": size}  # fmt: skip
+    head = Eagle1Head(Eagle1Config(**values | layer_sizes(verifier) | fields), target_ids)
+    randomise(head, seed)
+    return head
+
+
+def build_mtp(
+    verifier: Verifier, form: str = "recursive", seed: int = 4, target_ids: torch.Tensor | None = None, **fields: Any
+) -> MtpHead:
+    """A multi-token prediction head with random weights, four deep, over the whole vocabulary."""
+    size = verifier.facts.vocab_size if target_ids is None else len(target_ids)
+    values: dict[str, Any] = {"form": form, "depth": 4, "decay": 0.6, "weight": 1.0, "draft_vocab_size": size}
+    head = new_mtp(MtpConfig(**values | layer_sizes(verifier) | fields), target_ids)
+    randomise(head, seed)
     return head
 
 
@@ -188,6 +215,18 @@ def tiny_medusa() -> Callable[..., MedusaHead]:
 def tiny_eagle3() -> Callable[..., Eagle3Head]:
     """`tiny_eagle3(verifier, seed=2, target_ids=None, **config)`: a random EAGLE-3 head that fits the verifier."""
     return build_eagle3
+
+
+@pytest.fixture
+def tiny_eagle1() -> Callable[..., Eagle1Head]:
+    """`tiny_eagle1(verifier, seed=3, target_ids=None, **config)`: a random EAGLE-1 head that fits the verifier."""
+    return build_eagle1
+
+
+@pytest.fixture
+def tiny_mtp() -> Callable[..., MtpHead]:
+    """`tiny_mtp(verifier, form="recursive", seed=4, target_ids=None, **config)`: a random multi-token prediction head."""
+    return build_mtp
 
 
 @pytest.fixture

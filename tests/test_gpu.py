@@ -17,6 +17,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 PROMPTS = [[3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17, 18]]
 TREES: list[AnyTree] = [chain(3), StaticTree([[0], [1], [0, 0], [1, 0], [0, 0, 0]]), DynamicTree(depth=3, top_k=3, nodes=12)]
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "medusa": ("tiny_medusa", {}),
+    "eagle1": ("tiny_eagle1", {"depth": 3, "top_tokens": 10}),
+    "eagle3": ("tiny_eagle3", {"fc_norm": True, "norm_output": True}),
+    **{form: ("tiny_mtp", {"form": form}) for form in ("parallel", "sequential", "recursive")},
+}
+
+
+@pytest.fixture(params=KINDS)
+def new_head(request: pytest.FixtureRequest) -> Callable[[Verifier], DraftHead]:
+    fixture, fields = KINDS[request.param]
+    build = request.getfixturevalue(fixture)
+    return lambda verifier: build(verifier, **fields)
 
 
 @pytest.fixture(params=["llama", "qwen3", "gpt2", "gemma2", "mistral"])
@@ -27,23 +40,21 @@ def verifier(request: pytest.FixtureRequest, tiny: Callable[..., Verifier]) -> V
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.kind)
-@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_trees_write_what_plain_decoding_writes(
-    kind: str, tree: AnyTree, verifier: Verifier, request: pytest.FixtureRequest
+    tree: AnyTree, verifier: Verifier, new_head: Callable[[Verifier], DraftHead]
 ) -> None:
-    head: DraftHead = request.getfixturevalue(f"tiny_{kind}")(verifier).to("cuda")
+    head = new_head(verifier).to("cuda")
     decoded, _ = speculate(verifier, head, tree, PROMPTS, 48)
     assert [answer.tokens for answer in decoded] == generate(verifier, PROMPTS, 48)
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_loss_and_gradients_are_the_cpus(
-    kind: str, half: bool, tiny: Callable[..., Verifier], request: pytest.FixtureRequest, batch_of: Callable[..., Batch],
+    half: bool, tiny: Callable[..., Verifier], new_head: Callable[[Verifier], DraftHead], batch_of: Callable[..., Batch],
     ids_of: Callable[..., list[int]], features_of: Callable[..., Features],
 ) -> None:  # fmt: skip
     verifier = tiny("llama")
-    head: DraftHead = request.getfixturevalue(f"tiny_{kind}")(verifier)
+    head = new_head(verifier)
     batch = batch_of([ids_of(1, 30), ids_of(2, 20)], [[(4, 30)], [(3, 12)]])
     features = features_of(verifier, batch, head.needs)
     found: list[tuple[Any, torch.Tensor]] = []

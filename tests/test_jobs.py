@@ -33,6 +33,12 @@ HEADS = {
     "medusa": {"kind": "medusa", "heads": 3, "lm_head": "shared", "targets": "soft", "vocabulary": 40},
     "eagle3": {"kind": "eagle3", "layers": [1, 2, 3], "draft_vocabulary": 40, "depth": 3},
 }
+MORE_HEADS = {
+    "eagle3.1": HEADS["eagle3"] | {"fc_norm": True, "norm_output": True},
+    "eagle1": {"kind": "eagle1", "vocabulary": 40},
+    "hass": {"kind": "eagle1", "vocabulary": 40, "depth": 3, "top_tokens": 10},
+    **{form: {"kind": "mtp", "form": form, "vocabulary": 40} for form in ("parallel", "sequential", "recursive")},
+}
 ROWS = [
     {"id": f"chat-{i}", "category": ("maths", "chat")[i % 2], "split": "holdout" if i % 4 == 0 else "train",
      "messages": [{"role": "user", "content": f"what is {i}?"}, {"role": "assistant", "content": "an answer of the file"}]}
@@ -124,7 +130,7 @@ def write_recipe(verifier: Path, tmp_path: Path) -> Callable[..., Path]:
             "verifier": {"model": str(verifier), "dtype": "float32", "device": "cpu"},
             "data": {"train": [str(chats)], "holdout": "split", "max_length": 128, "answers": "regenerate",
                      "answer_tokens": 16, "features": "memory"},
-            "head": HEADS[kind],
+            "head": (HEADS | MORE_HEADS)[kind],
             "training": {"steps": 6, "batch_tokens": 300, "learning_rate": 5e-3, "log_every": 2, "save_every": 3,
                          "evaluate_every": 3},
             "evaluation": {
@@ -143,7 +149,7 @@ def write_recipe(verifier: Path, tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", [*HEADS, *MORE_HEADS])
 def test_a_head_from_chat_file_to_page(kind: str, write_recipe: Callable[..., Path], verifier: Path, tmp_path: Path) -> None:
     recipe, folder = write_recipe(kind), tmp_path / "runs" / kind
     trained = headstart("train", recipe, "--run-folder", folder)
@@ -169,7 +175,7 @@ def test_a_head_from_chat_file_to_page(kind: str, write_recipe: Callable[..., Pa
     head = load_head(folder / "head")
     assert set(evaluation) == {"verifier", "head", "prompts", "max_new_tokens", "dtype", "device", "seconds", "results"}
     assert evaluation["verifier"] == str(verifier)
-    assert evaluation["head"]["kind"] == kind
+    assert evaluation["head"]["kind"] == (HEADS | MORE_HEADS)[kind]["kind"]
     assert evaluation["head"]["parameters"] == sum(p.numel() for p in head.parameters())
     assert evaluation["head"]["draft_vocab_size"] == len(head.target_ids) == 40
     assert STOP in head.target_ids
@@ -188,7 +194,12 @@ def test_a_head_from_chat_file_to_page(kind: str, write_recipe: Callable[..., Pa
     assert (reported.code, reported.out.strip()) == (0, str(folder / "report.html"))
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert page.lower().startswith("<!doctype html>")
-    assert kind in page
+    assert evaluation["head"]["kind"] in page
+    terms = {"eagle1": ["regression", "cross_entropy"], "hass": ["regression", "cross_entropy", "top_tokens"]}.get(kind, [])
+    for line in (line for line in metrics if "loss" in line):
+        assert [name for name in line if name.endswith("_by_depth")] == [
+            f"{name}_by_depth" for name in ("loss", *terms, "accuracy")
+        ]
 
 
 def test_training_again_changes_nothing(write_recipe: Callable[..., Path], cache: Path, tmp_path: Path) -> None:
@@ -201,9 +212,12 @@ def test_training_again_changes_nothing(write_recipe: Callable[..., Path], cache
     assert files(folder) | files(cache) == before
 
 
-def test_a_killed_run_goes_on(write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C after the checkpoint of step 3; what follows is the run that was never stopped."""
-    recipe = write_recipe("eagle3", data__features="online")
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+def test_a_killed_run_goes_on(
+    kind: str, write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C after the checkpoint of step 3; what follows is the run that was never stopped, EAGLE-1's noise included."""
+    recipe = write_recipe(kind, data__features="online")
     assert headstart("train", recipe, "--run-folder", tmp_path / "straight").code == 0
     save = Checkpoints.save
 
@@ -385,7 +399,7 @@ def test_the_quickstart_trains_both_heads_and_goes_on_where_it_stopped(
     assert first.err.count("training on 12 samples") == 1  # both heads learn from one reading
     for kind in HEADS:
         evaluation = json.loads((folder / kind / "evaluation.json").read_text(encoding="utf-8"))
-        assert evaluation["head"]["kind"] == kind
+        assert evaluation["head"]["kind"] == (HEADS | MORE_HEADS)[kind]["kind"]
         assert all(result["identical_to_greedy"] for result in evaluation["results"])
     before = files(folder)
 

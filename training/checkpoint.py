@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..heads.base import DraftHead
@@ -35,6 +36,7 @@ class Checkpoints:
         def write(target: Path) -> None:
             save_file({k: v.detach().cpu().contiguous() for k, v in head.state_dict().items()}, target / "head.safetensors")
             torch.save([optimizer.state_dict() for optimizer in optimizers], target / "optimizers.pt")
+            torch.save(random_states(), target / "random.pt")  # a head may draw noise
             (target / "progress.json").write_text(json.dumps(vars(progress)))
 
         replace_folder(self.folder / f"step-{progress.step}", write)
@@ -54,4 +56,16 @@ class Checkpoints:
         states = torch.load(source / "optimizers.pt", weights_only=True)
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+        restore_random(torch.load(source / "random.pt", weights_only=True))
         return Progress(**json.loads((source / "progress.json").read_text()))
+
+
+def random_states() -> list[Tensor]:
+    """The state of torch's generators: of the CPU, then of every CUDA device in use."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+
+
+def restore_random(states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for device, state in enumerate(states[1 : 1 + torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state, device)

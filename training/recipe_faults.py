@@ -95,12 +95,15 @@ def _description(key: Key, owner: type[BaseModel]) -> str | None:
 def _right_key(key: Key, owner: type[BaseModel], root: type[BaseModel]) -> str:
     """The same name in another section or kind, else a near name in this section, else all names of this section."""
     name, valid = str(key[-1]), list(owner.model_fields)
-    elsewhere = [
-        f"; it belongs to kind {_kind(choice)}" if section == key[0] else f"; did you mean '{section}.{name}'?"
+    places = [
+        (section, choice)
         for section, field in root.model_fields.items()
         for choice in _models(field.annotation)
         if name in choice.model_fields and (section != key[0] or "kind" in choice.model_fields)
     ]
+    if kinds := [_kind(choice) for section, choice in places if section == key[0]]:
+        return f"; it belongs to kind {', '.join(kinds)}"
+    elsewhere = [f"; did you mean '{section}.{name}'?" for section, _ in places]
     return next(iter(elsewhere), nearest(name, valid) or f"; the keys here are {', '.join(valid)}")
 
 

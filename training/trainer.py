@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,7 @@ class Window:
         self.since = time.perf_counter()
 
     def add(self, losses: HeadLoss, norm: float, tokens: int) -> None:
-        self.losses.append(HeadLoss(losses.sums.detach(), losses.counts, losses.correct, losses.weights))
+        self.losses.append(replace(losses, sums=losses.sums.detach()))
         self.norms.append(norm)
         self.tokens += tokens
 
@@ -176,7 +176,8 @@ class Window:
         sums, counts, correct = (
             torch.stack([getattr(loss, name) for loss in self.losses]).sum(0) for name in ("sums", "counts", "correct")
         )
-        return HeadLoss(sums, counts, correct, self.losses[0].weights)
+        parts = {name: torch.stack([loss.parts[name] for loss in self.losses]).sum(0) for name in self.losses[0].parts}
+        return HeadLoss(sums, counts, correct, self.losses[0].weights, parts)
 
     def flush(self) -> dict[str, Any]:
         """The line to log: token means over the window, each depth by its own supervised labels."""
@@ -185,6 +186,7 @@ class Window:
         line = {
             "loss": joined.total().item(),
             "loss_by_depth": (joined.sums / counts).tolist(),
+            **{f"{name}_by_depth": (sums / counts).tolist() for name, sums in joined.parts.items()},
             "accuracy_by_depth": (joined.correct / counts).tolist(),
             "grad_norm": max(self.norms),
             "supervised_tokens": int(joined.counts[0]),

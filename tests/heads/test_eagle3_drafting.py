@@ -30,13 +30,17 @@ def chain(head: Eagle3Head, verifier: Verifier, ids: Sequence[int], t: int, toke
     return found
 
 
-@pytest.mark.parametrize("family", VERIFIERS)
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [*((family, {}) for family in VERIFIERS), ("llama", {"norm_output": True}),
+     ("qwen3", {"fc_norm": True, "norm_output": True})],
+)  # fmt: skip
 def test_case_54_training_logits_equal_really_drafting(
-    family: str, tiny: Build, tiny_eagle3: Build, ids_of: Build, batch_of: Build, features_of: Build
+    family: str, flags: dict[str, bool], tiny: Build, tiny_eagle3: Build, ids_of: Build, batch_of: Build, features_of: Build
 ) -> None:
     """Pins mask, rotary positions and shifts at once: step k at t equals k steps of the drafting loop from t."""
     verifier = tiny(family)
-    head = tiny_eagle3(verifier)
+    head = tiny_eagle3(verifier, **flags)
     rows = [ids_of(31, 14), ids_of(32, 9)]
     batch = batch_of(rows, [[(3, 14)], [(2, 9)]])
     features = features_of(verifier, batch, LAYERS)
@@ -51,7 +55,7 @@ def test_case_54_training_logits_equal_really_drafting(
                 continue
             drafted = chain(head, verifier, row, t, row[t + 2 : t + 1 + STEPS])
             for k in range(STEPS):
-                trained = head.log_q(states[k][b, slot])
+                trained = head.log_q(states[k][b, slot], verifier)
                 assert (trained - drafted[k]).abs().max() < 1e-5, (b, t, k)
                 compared += 1
     assert compared == STEPS * (9 + 4)
@@ -86,10 +90,13 @@ def test_observing_in_pieces_equals_observing_at_once(tiny: Build, tiny_eagle3: 
     assert (pieces - at_once).abs().max() < 1e-5
 
 
-def test_every_node_of_a_tree_equals_its_path_drafted_alone(tiny: Build, tiny_eagle3: Build, ids_of: Build) -> None:
+@pytest.mark.parametrize("flags", [{}, {"fc_norm": True, "norm_output": True}], ids=["3", "3.1"])
+def test_every_node_of_a_tree_equals_its_path_drafted_alone(
+    flags: dict[str, bool], tiny: Build, tiny_eagle3: Build, ids_of: Build
+) -> None:
     """Siblings never see each other; a level may expand some nodes only, in any order, with different counts."""
     verifier = tiny("llama")
-    head = tiny_eagle3(verifier)
+    head = tiny_eagle3(verifier, **flags)
     ids = ids_of(35, 7)
     given = torch.tensor([ids])
     session = head.begin(verifier, 1, 32)

@@ -46,7 +46,17 @@ class Reference:
     def __init__(self, head: Eagle3Head, table: Tensor, ids: list[int], states: Tensor) -> None:
         self.head, self.layer, self.attention = head, head.midlayer, head.midlayer.self_attn
         self.table, self.ids = table, ids
-        self.fused = [head.fc.weight @ (head.input_scale * row) for row in states]
+        self.fused = [head.fc.weight @ (head.input_scale * self.normed(row)) for row in states]
+
+    def normed(self, row: Tensor) -> Tensor:
+        """EAGLE-3.1: each of the three states has a norm of its own."""
+        if not self.head.config.fc_norm:
+            return row
+        return torch.cat([rms(row[32 * i : 32 * (i + 1)], norm) for i, norm in enumerate(self.head.fc_norm)])
+
+    def fed(self, state: Tensor) -> Tensor:
+        """EAGLE-3.1: what the next step reads has been through the last norm."""
+        return rms(state, self.head.norm) if self.head.config.norm_output else state
 
     def joined(self, token: int, hidden: Tensor) -> Tensor:
         embedding = rms(self.table[token], self.layer.input_layernorm)
@@ -80,13 +90,22 @@ class Reference:
         x = self.joined(self.ids[t + 1], self.fused[t])
         found = [self.finish(self.fused[t], self.attend(x, t, seen))]
         for k in range(1, steps):
-            x = self.joined(self.ids[t + 1 + k], found[-1])
+            before = self.fed(found[-1])
+            x = self.joined(self.ids[t + 1 + k], before)
             seen.append(self.key_value(x, t + k))
-            found.append(self.finish(found[-1], self.attend(x, t + k, seen)))
+            found.append(self.finish(before, self.attend(x, t + k, seen)))
         return found
 
     def log_q(self, state: Tensor) -> Tensor:
         return torch.log_softmax(self.head.lm_head.weight @ rms(state, self.head.norm), 0)
+
+
+def distance(p: Tensor, log_q: Tensor, loss: str) -> Tensor:
+    if loss == "tv":
+        return (p - log_q.exp()).abs().sum() / 2
+    if loss == "lk":
+        return -torch.log(1 - (p - log_q.exp()).abs().sum() / 2)
+    return -(p * log_q).sum() + ((p * p.log()).sum() if loss == "kl" else 0.0)
 
 
 def supervised_steps(mask: list[bool], choices: list[int], drafted: list[int], t: int, depth: int) -> list[int]:
@@ -115,7 +134,7 @@ def reference_terms(
             for k in steps:
                 teacher = torch.softmax(teacher_logits[b, t + 1 + k][head.target_ids], 0)
                 log_q = reference.log_q(states[k])
-                terms[k].append(-(teacher * log_q).sum())
+                terms[k].append(distance(teacher, log_q, head.config.loss))
                 hits[k] += int(log_q.argmax() == teacher.argmax())
     return terms, hits
 
@@ -133,12 +152,33 @@ def rows_and_spans(ids_of: Build) -> tuple[list[list[int]], list[list[tuple[int,
 
 
 @pytest.mark.usefixtures("keep_double")
-@pytest.mark.parametrize(("family", "whole"), [("llama", False), ("llama", True), ("qwen3", False), ("gpt2", False)])
+@pytest.mark.parametrize(
+    ("family", "whole", "flags"),
+    [
+        ("llama", False, {}),
+        ("llama", True, {}),
+        ("qwen3", False, {}),
+        ("gpt2", False, {}),
+        ("llama", False, {"fc_norm": True}),
+        ("llama", False, {"norm_output": True}),
+        ("qwen3", True, {"fc_norm": True, "norm_output": True}),
+        ("llama", False, {"loss": "kl"}),
+        ("llama", False, {"loss": "tv"}),
+        ("llama", False, {"loss": "lk"}),
+    ],
+)
 def test_loss_counts_hits_and_gradients_equal_the_dense_reference(
-    family: str, whole: bool, tiny: Build, tiny_eagle3: Build, ids_of: Build, batch_of: Build, features_of: Build
+    family: str,
+    whole: bool,
+    flags: dict[str, Any],
+    tiny: Build,
+    tiny_eagle3: Build,
+    ids_of: Build,
+    batch_of: Build,
+    features_of: Build,
 ) -> None:
     verifier = tiny(family)
-    head = tiny_eagle3(verifier, target_ids=torch.arange(96) if whole else None)
+    head = tiny_eagle3(verifier, target_ids=torch.arange(96) if whole else None, **flags)
     batch = batch_of(*rows_and_spans(ids_of))
     features = as_double(verifier, head, features_of(verifier, batch, LAYERS))
     teacher_logits = features.last @ verifier.lm_head.weight.T  # raw: none of these families caps or scales
@@ -355,6 +395,15 @@ def test_even_inputs_make_the_median_size_of_every_dimension_one(tiny: Build, ti
     medians = (states * head.input_scale).abs().median(0).values
     assert torch.allclose(medians[torch.arange(96) != 5], torch.ones(95))
     assert head.input_scale[5].item() == pytest.approx(1000.0)
+
+
+def test_even_inputs_come_after_the_norms_of_eagle31(tiny: Build, tiny_eagle3: Build) -> None:
+    head = tiny_eagle3(tiny("llama"), fc_norm=True)
+    states = torch.randn(50, 96, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 30.0, 96)
+    head.even_inputs(states)
+    parts = [rms(states[:, 32 * i : 32 * (i + 1)], norm) for i, norm in enumerate(head.fc_norm)]
+    medians = (torch.cat(parts, -1) * head.input_scale).abs().median(0).values
+    assert torch.allclose(medians, torch.ones(96), atol=1e-5)
 
 
 def test_the_input_scale_is_a_constant_that_folds_into_fc(

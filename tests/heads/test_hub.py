@@ -24,6 +24,7 @@ def heads(tiny: Build, tiny_medusa: Build, tiny_eagle3: Build) -> dict[str, Draf
         "medusa": tiny_medusa(llama),
         "medusa, shared": tiny_medusa(llama, lm_head="shared", targets="soft", blocks=2, target_ids=some),
         "eagle3": tiny_eagle3(scaled),
+        "eagle3.1": tiny_eagle3(llama, fc_norm=True, norm_output=True),
         "eagle3, whole": tiny_eagle3(tiny("gpt2"), target_ids=torch.arange(96), layers=(1, 3)),
     }
 
@@ -34,7 +35,7 @@ def folder(heads: dict[str, DraftHead], tmp_path: Path) -> Path:
     return tmp_path / "head"
 
 
-@pytest.mark.parametrize("name", ["medusa", "medusa, shared", "eagle3", "eagle3, whole"])
+@pytest.mark.parametrize("name", ["medusa", "medusa, shared", "eagle3", "eagle3.1", "eagle3, whole"])
 def test_a_head_comes_back_bit_identical(name: str, heads: dict[str, DraftHead], tmp_path: Path) -> None:
     head = heads[name]
     save_head(head, tmp_path / "deep" / "head")
@@ -113,7 +114,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty weights": (lambda f: (f / "model.safetensors").write_bytes(b""), "not a readable draft head"),
     "no JSON": (lambda f: (f / "config.json").write_text("{ kind"), "not a readable draft head"),
     "JSON of another shape": (lambda f: (f / "config.json").write_text("[1]"), "not a readable draft head"),
-    "unknown kind": (lambda f: edit_config(f, kind="eagle9"), "head kind 'eagle9' is unknown; known kinds: eagle3, medusa"),
+    "unknown kind": (lambda f: edit_config(f, kind="eagle9"), "head kind 'eagle9' is unknown; known kinds: eagle1, eagle3,"),
     "no kind": (lambda f: edit_config(f, kind="gone"), "head kind None is unknown"),
     "missing field": (lambda f: edit_config(f, depth="gone"), "depth"),
     "unknown field": (lambda f: edit_config(f, width=3), "width"),

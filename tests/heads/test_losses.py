@@ -87,6 +87,62 @@ def test_case_35_every_chunk_size_gives_the_same_loss_and_gradients(
         assert (ours - theirs).abs().max().item() < 1e-6
 
 
+def distance(p: Tensor, q: Tensor, loss: str) -> Tensor:
+    """Of two distributions, column by column."""
+    pairs = list(zip(p, q, strict=True))
+    if loss == "kl":
+        return sum(a * torch.log(a / b) for a, b in pairs if a > 0)
+    if loss == "ce":
+        return -sum(a * torch.log(b) for a, b in pairs)
+    variation = sum(torch.abs(a - b) for a, b in pairs) / 2
+    return variation if loss == "tv" else -torch.log(1 - variation)
+
+
+@pytest.mark.parametrize("with_rows", [False, True], ids=["direct", "rows"])
+@pytest.mark.parametrize("chunk", [7, 256])
+@pytest.mark.parametrize("soft", ["ce", "kl", "tv", "lk"])
+def test_every_soft_loss_and_its_gradients_equal_the_definition(
+    soft: str, chunk: int, with_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "CHUNK_ROWS", chunk)
+    given = problem(40, True, with_rows)
+    given["targets"][0, 3] = 0.0  # an impossible token
+    given["targets"][0] /= given["targets"][0].sum()
+
+    def naively(hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None) -> tuple[Tensor, int]:
+        chosen = targets if rows is None else targets[rows]
+        q = torch.softmax(hidden @ weight.T, -1)
+        value = sum(distance(p, row, soft) for p, row in zip(chosen, q, strict=True))
+        return value, int((q.argmax(-1) == chosen.argmax(-1)).sum())
+
+    def mine(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return linear_cross_entropy(*arguments, soft)
+
+    ours, theirs = (value_and_gradients(function, given, scale=0.37) for function in (mine, naively))
+    assert ours[0] == pytest.approx(theirs[0], abs=1e-9)
+    assert ours[1] == theirs[1]
+    assert ours[3].abs().max() > 1e-3
+    for one, other in zip(ours[2:], theirs[2:], strict=True):
+        assert (one - other).abs().max() < 1e-9
+
+
+def test_the_soft_losses_of_an_example() -> None:
+    """p = (.5, .5, 0), q = (.25, .25, .5): α = .5, TV = .5, LK = KL = ln 2, CE = ln 4."""
+    hidden = torch.tensor([[0.25, 0.25, 0.5]], dtype=torch.float64).log()
+    p = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64)
+    found = [linear_cross_entropy(hidden, torch.eye(3).double(), p, None, soft)[0].item() for soft in ("tv", "lk", "kl", "ce")]
+    assert found == pytest.approx([0.5, math.log(2), math.log(2), math.log(4)])
+
+
+@pytest.mark.parametrize("soft", ["tv", "lk"])
+def test_a_draft_that_is_never_accepted_stays_finite(soft: str) -> None:
+    hidden = torch.tensor([[0.0, -300.0]], requires_grad=True)
+    loss, _ = linear_cross_entropy(hidden, torch.eye(2), torch.tensor([[0.0, 1.0]]), None, soft)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(hidden.grad).all()
+
+
 @pytest.mark.parametrize("soft", [False, True], ids=["hard", "soft"])
 def test_zero_rows_give_exactly_zero_and_zero_gradients(soft: bool) -> None:
     given = problem(0, soft, False)

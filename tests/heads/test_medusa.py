@@ -61,7 +61,12 @@ def naive_terms(
                     terms[i].append(-log_q[ids.index(token)])
                 else:
                     teacher = own_softmax(verifier, features.last[b, label - 1], head.target_ids)
-                    terms[i].append(-(teacher * log_q).sum())
+                    q, accepted = log_q.exp(), 1 - (teacher - log_q.exp()).abs().sum() / 2
+                    distances = {
+                        "ce": -(teacher * log_q).sum(), "kl": (teacher * (teacher / q).log()).sum(), "tv": 1 - accepted,
+                        "lk": -accepted.log(),
+                    }  # fmt: skip
+                    terms[i].append(distances[config.loss])
     return terms, hits
 
 
@@ -72,14 +77,14 @@ def naive_loss(terms: list[list[Tensor]], decay: float) -> Tensor:
 @pytest.mark.usefixtures("keep_double")
 @pytest.mark.parametrize("prune", [False, True], ids=["whole", "pruned"])
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
-@pytest.mark.parametrize("targets", ["hard", "soft"])
+@pytest.mark.parametrize(("targets", "kind"), [("hard", "ce"), *(("soft", kind) for kind in ("ce", "kl", "tv", "lk"))])
 def test_loss_counts_hits_and_gradients_equal_the_naive_loop(
-    targets: str, lm_head: str, prune: bool, batch: Batch, half_vocabulary: Tensor,
+    targets: str, kind: str, lm_head: str, prune: bool, batch: Batch, half_vocabulary: Tensor,
     tiny: Build, tiny_medusa: Build, features_of: Build,
 ) -> None:  # fmt: skip
     verifier = tiny("llama")
     ids = half_vocabulary if prune else None
-    head = tiny_medusa(verifier, target_ids=ids, targets=targets, lm_head=lm_head, blocks=2)
+    head = tiny_medusa(verifier, target_ids=ids, targets=targets, lm_head=lm_head, blocks=2, loss=kind)
     features = as_double(verifier, head, features_of(verifier, batch))
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
 

@@ -74,6 +74,7 @@ def test_defaults(write: Any) -> None:
             "lm_head": "own",
             "decay": 0.8,
             "targets": "hard",
+            "loss": "ce",
             "vocabulary": None,
         },
         "training": {
@@ -162,11 +163,11 @@ def test_one_fault(write: Any, line: str, message: str) -> None:
     [
         ("head:", "head: must be a section of keys, got null"),
         ("head: medusa", "head: must be a section of keys, got 'medusa'"),
-        ("head: {heads: 3}", "head.kind: missing; one of medusa, eagle3"),
-        ("head: {kind: medsua}", "head.kind: must be one of medusa, eagle3, got 'medsua'; did you mean 'medusa'?"),
+        ("head: {heads: 3}", "head.kind: missing; one of medusa, eagle1, eagle3, mtp"),
+        ("head: {kind: medsua}", "head.kind: must be one of medusa, eagle1, eagle3, mtp, got 'medsua'; did you mean 'medusa'?"),
         ("head: {kind: medusa, heads: 17}", "head.heads: must be at most 16, got 17"),
         ("head: {kind: medusa, medusa: 1}", "head.medusa: unknown key; the keys here are kind, heads, blocks, "),
-        ("head: {kind: medusa, depth: 5}", "head.depth: unknown key; it belongs to kind eagle3"),
+        ("head: {kind: medusa, depth: 5}", "head.depth: unknown key; it belongs to kind eagle1, eagle3, mtp"),
         ("head: {kind: eagle3, targets: soft}", "head.targets: unknown key; it belongs to kind medusa"),
         ("head: {kind: eagle3, layers: []}", "head.layers: must have at least 1 item, got []"),
         ("head: {kind: eagle3, layers: [2, -3]}", "head.layers.1: must be at least 0, got -3"),
@@ -341,7 +342,7 @@ def test_shipped_recipes_load_and_say_their_command(name: str) -> None:
 
 
 def test_shipped_names() -> None:
-    assert list(shipped_recipes()) == ["smollm2-135m/eagle3", "smollm2-135m/medusa"]
+    assert list(shipped_recipes()) == [f"smollm2-135m/{kind}" for kind in ("eagle1", "eagle3", "medusa", "mtp")]
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))
@@ -377,6 +378,42 @@ def test_find_recipe(write: Any) -> None:
         find_recipe("smolm2/medusa")
     with pytest.raises(UserError, match=r"^zzz: no such file .*; `headstart recipe ls` lists the shipped ones$"):
         find_recipe("zzz")
+
+
+def test_eagle1_and_mtp_defaults(write: Any) -> None:
+    eagle1 = load_recipe(write(GOOD), ["head={kind: eagle1}"]).head
+    assert eagle1.model_dump() == {
+        "kind": "eagle1", "vocabulary": None, "depth": 1, "decay": 1.0, "cross_entropy": 0.1, "top_tokens": 0, "noise": 0.1,
+        "noise_by_length": False,
+    }  # fmt: skip
+    mtp = load_recipe(write(GOOD), ["head={kind: mtp}"]).head
+    assert mtp.model_dump() == {
+        "kind": "mtp", "form": "recursive", "vocabulary": None, "depth": 3, "decay": None, "weight": 1.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ("{kind: medusa, loss: tv}", "head.loss: tv compares distributions: it needs targets: soft"),
+        ("{kind: eagle3, loss: js}", "head.loss: must be one of ce, kl, tv, lk, got 'js'"),
+        ("{kind: mtp, form: serial}", "head.form: must be one of parallel, sequential, recursive, got 'serial'"),
+        ("{kind: mtp, form: sequential}", "evaluation: a chain tree of depth 4 needs as many modules; this head has 3"),
+        ("{kind: mtp, form: parallel, depth: 2}", "evaluation: a chain tree of depth 4 needs as many modules; this head has 2"),
+        ("{kind: mtp, vocabulary: 2, depth: 5, form: parallel}", "evaluation: a dynamic tree with 3 children"),
+        ("{kind: eagle1, vocabulary: 8, top_tokens: 10}", "head.top_tokens: must be at most vocabulary (8), got 10"),
+    ],
+)
+def test_faults_of_heads(write: Any, head: str, message: str) -> None:
+    trees = "evaluation.trees=[{kind: chain, depth: 4}, {kind: dynamic, depth: 5, top_k: 3, nodes: 9}]"
+    found = faults(write(GOOD), f"head={head}", trees)
+    assert len(found) == 1
+    assert message in found[0]
+
+
+def test_a_recursive_head_drafts_deeper_than_it_was_trained(write: Any) -> None:
+    for head in ("{kind: mtp, depth: 2}", "{kind: eagle1}"):
+        load_recipe(write(GOOD), [f"head={head}", "evaluation.trees=[{kind: chain, depth: 9}]"])
 
 
 def test_every_field_of_the_schema_is_described() -> None:

@@ -23,6 +23,7 @@ gpu: $(READY)
 
 test-engine: $(READY) $(ENGINE)/.ready
 	$(BIN)/headstart quickstart
+	$(BIN)/headstart train smollm2-135m/eagle1 --run-folder runs/quickstart/eagle1
 	$(BIN)/pytest -m engine -s
 
 lint: $(READY)

@@ -170,7 +170,7 @@ def import_head(
 ) -> None:
     """Make a run folder of a published head.
 
-    EAGLE-3 and Medusa layouts, speculators folders; then eval, train and export take it.
+    EAGLE-1, EAGLE-3 and Medusa layouts, speculators folders; then eval, train and export take it.
     """
     from .shipping import import_head
 

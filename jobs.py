@@ -33,7 +33,16 @@ from .training.recipe import HeadSection, Recipe, load_recipe, recipe_yaml
 from .training.trainer import fit
 
 START = "start"  # in a run folder: an imported head that training goes on from
-LEARNING = ("depth", "decay", "targets")  # what a recipe may change of such a head
+LEARNING = (
+    "depth",
+    "decay",
+    "targets",
+    "loss",
+    "cross_entropy",
+    "top_tokens",
+    "noise",
+    "noise_by_length",
+)  # what a recipe may change of such a head
 
 
 @dataclass

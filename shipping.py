@@ -14,10 +14,11 @@ from .export.write import write_export
 from .heads.base import DraftHead, check_fits
 from .heads.eagle3 import Eagle3Head
 from .heads.hub import load_head, save_head
-from .heads.medusa import MedusaHead
 from .heads.verifier import Verifier
 from .jobs import START, claim
-from .training.recipe import Recipe, load_recipe
+from .training.recipe import Eagle1Section, Eagle3Section, MedusaSection, Recipe, Section, load_recipe
+
+SECTIONS: dict[str, type[Section]] = {"eagle1": Eagle1Section, "eagle3": Eagle3Section, "medusa": MedusaSection}
 
 
 def open_run(run_folder: Path) -> tuple[Recipe, DraftHead, Verifier]:
@@ -74,12 +75,9 @@ def recipe_for(head: DraftHead, verifier_name: str) -> Recipe:
     """The recipe of a run that would go on training an imported head on the project's own prompts."""
     rows = head.config.model_dump()
     pruned = len(head.target_ids) if len(head.target_ids) < head.config.vocab_size else None
-    if isinstance(head, Eagle3Head):
-        section = {"kind": "eagle3", "draft_vocabulary": pruned} | {name: rows[name] for name in ("layers", "depth", "decay")}
-    else:
-        assert isinstance(head, MedusaHead)
-        names = ("heads", "blocks", "lm_head", "targets", "decay")
-        section = {"kind": "medusa", "vocabulary": pruned} | {name: rows[name] for name in names}
+    size = "draft_vocabulary" if isinstance(head, Eagle3Head) else "vocabulary"
+    fields = SECTIONS[head.kind].model_fields
+    section = {name: rows[name] for name in fields if name in rows} | {size: pruned}
     return Recipe.model_validate({
         "verifier": {"model": verifier_name, "dtype": "float32"},
         "data": {"train": ["builtin:prompts"], "holdout": "split", "answers": "regenerate", "max_length": 1024},

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..heads.base import DraftHead
-from ..heads.eagle3 import Eagle3Config, Eagle3Head
+from ..heads.base import DraftHead, LayerConfig
+from ..heads.eagle3 import Eagle3Head
 from ..heads.verifier import Verifier
 from .layout import Order, refusal
 
@@ -24,6 +24,9 @@ def eagle3_head(order: Order, engine: str, instead: str) -> Eagle3Head:
     if len(head.config.layers) != STATES:
         raise refusal(engine, f"engines build fc for {STATES} verifier states, this head reads {len(head.config.layers)}",
                       "train with three head.layers")  # fmt: skip
+    if head.config.fc_norm or head.config.norm_output:
+        raise refusal(engine, "the layout has no place for the norms of EAGLE-3.1 (head.fc_norm, head.norm_output)",
+                      "headstart eval, which decodes with every head")  # fmt: skip
     return head
 
 
@@ -37,7 +40,7 @@ def has_default_layers(head: Eagle3Head, verifier: Verifier) -> bool:
     return head.config.layers == default_layers(verifier)
 
 
-def llama_fields(config: Eagle3Config) -> dict[str, Any]:
+def llama_fields(config: LayerConfig) -> dict[str, Any]:
     """The draft layer as a one-layer Llama. It rotates every dimension: a verifier's partial factor is not written."""
     rope = {"rope_type": "default", "rope_theta": 10_000.0} | (config.rope_parameters or {})
     rope.pop("partial_rotary_factor", None)
@@ -79,13 +82,19 @@ def eagle3_tensors(order: Order, head: Eagle3Head, layer: str) -> dict[str, Tens
     own: dict[str, Tensor] = {name.replace("midlayer.", f"{layer}."): tensor for name, tensor in head.named_parameters()}
     own["fc.weight"] = own["fc.weight"] * head.input_scale
     tensors = {name: order.cast(tensor) for name, tensor in own.items()}
-    if not shares_table(order.verifier):
-        ids = torch.arange(head.config.vocab_size, device=order.verifier.device)
-        tensors["embed_tokens.weight"] = order.cast(order.verifier.embed(ids))
+    tensors |= shared_table(order)
     ids = head.target_ids.detach().cpu()
     tensors["d2t"] = ids - torch.arange(len(ids))  # offsets: verifier id = draft id + d2t
     tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     return tensors
+
+
+def shared_table(order: Order) -> dict[str, Tensor]:
+    """No embedding table where the engine's look-up in the verifier's own does, else the scaled one."""
+    if shares_table(order.verifier):
+        return {}
+    ids = torch.arange(order.verifier.facts.vocab_size, device=order.verifier.device)
+    return {"embed_tokens.weight": order.cast(order.verifier.embed(ids))}
 
 
 def shares_table(verifier: Verifier) -> bool:

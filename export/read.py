@@ -1,4 +1,4 @@
-"""Read published heads: EAGLE-3 in the plain and the speculators layout, Medusa in the original and vLLM's.
+"""Read published heads: EAGLE-1 and EAGLE-3 in the plain layouts, EAGLE-3 in speculators', Medusa in the original and vLLM's.
 
 Shapes: d hidden size, Q draft vocabulary, V verifier vocabulary.
 """
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..heads.base import DraftHead, check_fits
+from ..heads.eagle1 import Eagle1Config, Eagle1Head
 from ..heads.eagle3 import Eagle3Config, Eagle3Head
 from ..heads.medusa import MedusaConfig, MedusaHead
 from ..heads.verifier import Verifier
-from .contracts import eagle3, medusa
+from .contracts import eagle1, eagle3, medusa
 from .contracts.fields import head_dim_of, kv_heads_of, rope_of
 from .contracts.folder import Folder, read_folder
 
@@ -28,35 +29,62 @@ def read_head(path: Path, verifier: Verifier, engine: str, allow_pickle: bool = 
     Raises UserError when there is none, it is damaged, made for another verifier, or does what our heads do not.
     """
     folder = read_folder(path, allow_pickle)
-    head = read_medusa(folder, verifier) if folder.is_medusa else read_eagle3(folder, verifier, engine)
+    if folder.is_medusa:
+        return read_medusa(folder, verifier).eval()
+    folder = without_prefix(folder)
+    head = read_eagle1(folder, verifier) if folder.is_eagle1 else read_eagle3(folder, verifier, engine)
     return head.eval()
+
+
+def read_eagle1(folder: Folder, verifier: Verifier) -> Eagle1Head:
+    missing = [name for name in eagle3.SIZES if not isinstance(folder.layer.get(name), int | float)]
+    if missing:
+        raise UserError(f"{folder.path}: no EAGLE-1 head: config.json has no {', '.join(missing)}")
+    expected = eagle1.expected_shapes(folder, bias=False)
+    check_shapes(folder, expected)
+    bias = folder.tensors.get("fc.bias")
+    if bias is not None and bool(bias.any()):
+        raise UserError(f"{folder.path}: its fc has a bias; heads here, and vLLM, have none")
+    for name in sorted(folder.tensors.keys() - expected.keys() - {"fc.bias", "embed_tokens.weight"}):
+        raise UserError(f"{folder.path}: tensor {name} is unknown")
+    sizes = layer_sizes(folder, verifier, folder.layer["vocab_size"])
+    config = Eagle1Config(depth=1, decay=1.0, cross_entropy=0.1, top_tokens=0, noise=0.1, noise_by_length=False, **sizes)
+    check_fits(config, verifier.facts, verifier.name)
+    check_table(folder, verifier)
+    head = Eagle1Head(config)
+    own = {name.replace("layers.0.", "layer."): folder.tensors[name].float() for name in expected}
+    head.load_state_dict(own | {"target_ids": head.target_ids})
+    return head
+
+
+def layer_sizes(folder: Folder, verifier: Verifier, drafted: int) -> dict[str, Any]:
+    """The fields that heads with a decoder layer share."""
+    layer = folder.layer
+    same = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "rms_norm_eps")
+    return {name: layer[name] for name in same} | {
+        "draft_vocab_size": drafted,
+        "num_key_value_heads": kv_heads_of(layer),
+        "head_dim": head_dim_of(layer),
+        "max_position_embeddings": layer.get("max_position_embeddings") or verifier.facts.max_position_embeddings,
+        "rope_parameters": rope_of(layer),
+    }
 
 
 def read_eagle3(folder: Folder, verifier: Verifier, engine: str) -> Eagle3Head:
     engine = "speculators" if folder.is_speculators else engine
     if engine not in eagle3.ENGINES:
         raise UserError(f"--engine {engine}: unknown engine; known: {', '.join(eagle3.ENGINES)}")
-    folder = without_prefix(folder)
     for reason in inexpressible(folder, engine):
         raise UserError(f"{folder.path}: {reason}")
-    layer, prefix = folder.layer, eagle3.prefix_of(folder)
+    prefix = eagle3.prefix_of(folder)
     expected = eagle3.expected_shapes(folder, prefix)
     check_shapes(folder, expected)
     ids = draft_ids(folder)
     config = Eagle3Config(
-        hidden_size=layer["hidden_size"],
-        vocab_size=layer["vocab_size"],
         layers=eagle3.captured_layers(folder, eagle3.ENGINES[engine], verifier.facts.num_hidden_layers),
         depth=speculative_tokens(folder.config) or DEPTH,
         decay=DECAY,
-        draft_vocab_size=len(ids),
-        num_attention_heads=layer["num_attention_heads"],
-        num_key_value_heads=kv_heads_of(layer),
-        head_dim=head_dim_of(layer),
-        intermediate_size=layer["intermediate_size"],
-        rms_norm_eps=layer["rms_norm_eps"],
-        max_position_embeddings=layer.get("max_position_embeddings") or verifier.facts.max_position_embeddings,
-        rope_parameters=rope_of(layer),
+        **layer_sizes(folder, verifier, len(ids)),
     )
     check_fits(config, verifier.facts, verifier.name)
     n = verifier.facts.num_hidden_layers
@@ -85,7 +113,7 @@ def inexpressible(folder: Folder, engine: str) -> Iterator[str]:
         return
     if "fc.weight" not in folder.tensors or "lm_head.weight" not in folder.tensors:
         kind = "fc" if "fc.weight" not in folder.tensors else "lm_head"
-        yield f"no EAGLE-3 head: tensor {kind}.weight is missing (EAGLE-1 heads are not read)"
+        yield f"no EAGLE-3 head: tensor {kind}.weight is missing"
     if layer.get("num_hidden_layers", 1) != 1:
         yield f"its draft model has {layer['num_hidden_layers']} layers; heads here have one"
     if eagle3.norm_before_residual(folder, eagle3.ENGINES[engine]):

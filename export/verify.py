@@ -12,13 +12,15 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..heads.base import Batch, DraftHead
+from ..heads.eagle1 import Eagle1Head
 from ..heads.eagle3 import Eagle3Head
 from ..heads.medusa import MedusaHead
+from ..heads.recurrent import RecurrentHead
 from ..heads.verifier import Features, Verifier
-from .contracts import eagle3, hygiene, medusa
+from .contracts import eagle1, eagle3, hygiene, medusa
 from .contracts.fields import rope_of
 from .contracts.folder import Folder, read_folder
-from .contracts.forward import eagle3_chain, medusa_logits, rotary
+from .contracts.forward import eagle1_chain, eagle3_chain, medusa_logits, rotary
 
 ENGINES = (*eagle3.ENGINES, "medusa")
 TOKENS, STARTS, STEPS = 24, (6, 13, 19), 4  # of the comparison: fixed ids, where drafting starts, tokens drafted
@@ -56,6 +58,8 @@ def contract(folder: Folder, engine: str) -> Iterator[str]:
         return medusa.broken_rules(folder, engine)
     if engine == "medusa":
         return iter([f"engine: medusa loads Medusa heads, {folder.path.name} holds none"])
+    if folder.is_eagle1:
+        return eagle1.broken_rules(folder, engine)
     return eagle3.broken_rules(folder, engine)
 
 
@@ -72,11 +76,13 @@ def verifier_rules(folder: Folder, engine: str, verifier: Verifier, head: DraftH
     if layer["max_position_embeddings"] != facts.max_position_embeddings:
         yield (f"positions: max_position_embeddings is {layer['max_position_embeddings']}, the verifier's "
                f"{facts.max_position_embeddings}")  # fmt: skip
-    if isinstance(head, Eagle3Head):
+    if isinstance(head, Eagle3Head | Eagle1Head):
         far = torch.tensor([[1, 100, facts.max_position_embeddings - 1]])
         mine = head.rotary(far.to(verifier.device))[0][0, 0].cpu()
         if not torch.allclose(rotary(layer, far[0])[0], mine, atol=1e-3):
             yield f"rope: {rope_of(layer)} turns otherwise than the run's head, {head.config.rope_parameters}"
+    if folder.is_eagle1:
+        return
     layers = eagle3.captured_layers(folder, eagle3.ENGINES[engine], facts.num_hidden_layers)
     if not all(1 <= i < facts.num_hidden_layers for i in layers) or len(layers) != eagle3.STATES:
         yield f"layer ids: {engine} would capture the states entering layers {list(layers)} of {facts.num_hidden_layers}"
@@ -84,13 +90,17 @@ def verifier_rules(folder: Folder, engine: str, verifier: Verifier, head: DraftH
 
 def compare(folder: Folder, engine: str, head: DraftHead, verifier: Verifier, verdict: Verdict) -> None:
     """Draft from fixed ids with the head and with the folder; a difference breaks the rule `logits`."""
-    if isinstance(head, MedusaHead) != folder.is_medusa:
+    if head.kind != ("medusa" if folder.is_medusa else "eagle1" if folder.is_eagle1 else "eagle3"):
         raise UserError(f"{folder.path}: holds another kind of head than the run's {head.kind}")
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(verifier.facts.vocab_size, (TOKENS,), generator=generator)
     with torch.no_grad():
-        pairs = list(medusa_pairs(folder, engine, head, verifier, ids) if isinstance(head, MedusaHead)
-                     else eagle3_pairs(folder, engine, head, verifier, ids, verdict))  # fmt: skip
+        if isinstance(head, MedusaHead):
+            pairs = list(medusa_pairs(folder, engine, head, verifier, ids))
+        elif isinstance(head, Eagle1Head):
+            pairs = list(eagle1_pairs(folder, engine, head, verifier, ids))
+        else:
+            pairs = list(eagle3_pairs(folder, engine, head, verifier, ids, verdict))
     if verdict.broken:
         return
     verdict.difference = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
@@ -142,15 +152,29 @@ def eagle3_pairs(
         theirs = eagle3_chain(folder.tensors, folder.layer, eagle3.prefix_of(folder),
                               eagle3.norm_before_residual(folder, rules), features.layers[0].cpu(), table, ids.tolist(),
                               start, STEPS)  # fmt: skip
-        ours = drafted(head, features, verifier, ids, start)
+        ours = head.lm_head(head.norm(drafted(head, features, verifier, ids, start)))
         yield ours.cpu(), spread_out(theirs, target_ids, head.config.vocab_size)[:, head.target_ids.cpu()]
 
 
-def drafted(head: Eagle3Head, features: Features, verifier: Verifier, ids: Tensor, start: int) -> Tensor:
-    """The head's own logits [K, Q] of drafting from `start` with the tokens `ids` [T]."""
+def eagle1_pairs(
+    folder: Folder, engine: str, head: Eagle1Head, verifier: Verifier, ids: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(the head's logits, the folder's) of drafting a few tokens from a few positions, by the verifier's lm_head: [K, V]."""
+    features = verifier.features(ids[None].to(verifier.device))
+    table = folder.tensors.get("embed_tokens.weight") if eagle1.ENGINES[engine].own_table else None
+    table = verifier.embedding_table.cpu() if table is None else table
+    for start in STARTS:
+        theirs = eagle1_chain(folder.tensors, folder.layer, features.last[0].cpu(), table, ids.tolist(), start, STEPS)
+        ours = drafted(head, features, verifier, ids, start)
+        mine, its = (verifier.logits(x.to(verifier.device, verifier.dtype)).float().cpu() for x in (ours, theirs))
+        yield mine, its
+
+
+def drafted(head: RecurrentHead, features: Features, verifier: Verifier, ids: Tensor, start: int) -> Tensor:
+    """The head's own outputs [K, d] of drafting from `start` with the tokens `ids` [T]."""
     ids = ids[None].to(verifier.device)
     batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([ids.shape[1]], device=ids.device))
     here = torch.zeros_like(ids, dtype=torch.bool)
     here[0, start] = True
     _, states = head.training_states(batch, features, verifier, here, STEPS)
-    return torch.stack([head.lm_head(head.norm(state[0, 0])) for state in states])
+    return torch.stack([state[0, 0] for state in states])

@@ -1,15 +1,26 @@
-"""vLLM: EAGLE-3 in the plain layout, Medusa in vLLM's own (0.32 and older)."""
+"""vLLM: EAGLE-3 and EAGLE-1 in the plain layouts, Medusa in vLLM's own (0.32 and older)."""
 
 import json
 
+from ..heads.eagle1 import Eagle1Head
 from ..heads.medusa import MedusaHead
+from .eagle1 import eagle1_config, eagle1_notes, eagle1_tensors
 from .eagle3 import eagle3_head, eagle3_tensors, has_default_layers, plain_config
 from .layout import PLACEHOLDER, Export, Order
 from .medusa import vllm_config, vllm_tensors
 
 
 def export(order: Order) -> Export:
-    return medusa(order, order.head) if isinstance(order.head, MedusaHead) else eagle3(order)
+    if isinstance(order.head, MedusaHead):
+        return medusa(order, order.head)
+    return eagle1(order, order.head) if isinstance(order.head, Eagle1Head) else eagle3(order)
+
+
+def eagle1(order: Order, head: Eagle1Head) -> Export:
+    """vLLM builds fc without a bias and fails on one."""
+    config, tensors = eagle1_config(order, head, "LlamaForCausalLM"), eagle1_tensors(order, head, bias=False)
+    notes = ("vLLM drafts chains. Without a method it guesses one from the path: name it.", *eagle1_notes(head))
+    return Export("vLLM 0.32 and newer", config, tensors, serve(order, "eagle", 4), notes)
 
 
 def eagle3(order: Order) -> Export:

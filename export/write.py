@@ -57,7 +57,8 @@ def check_name(folder: Path, engine: str, order: Order) -> None:
     name = folder.absolute().name.lower()
     if engine != "vllm":
         return
-    if "eagle-" in name or ("eagle3" in name and order.head.kind != "eagle3"):
+    guessed = "eagle1" if "eagle-" in name else "eagle3" if "eagle3" in name else order.head.kind
+    if guessed != order.head.kind:
         raise refusal(engine, f"vLLM takes a folder named {folder.name} for another method", "another name for --output")
 
 

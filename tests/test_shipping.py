@@ -30,7 +30,8 @@ ROWS = [
      "messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "a few words of the file"}]}
     for i in range(6)
 ]  # fmt: skip
-MAKE = {"eagle3": {"kind": "eagle3", "layers": [1, 2, 3], "depth": 4}, "medusa": {"kind": "medusa", "heads": 3}}
+MAKE = {"eagle3": {"kind": "eagle3", "layers": [1, 2, 3], "depth": 4}, "eagle1": {"kind": "eagle1"},
+        "medusa": {"kind": "medusa", "heads": 3}}  # fmt: skip
 
 
 @dataclass
@@ -75,13 +76,13 @@ def verifier_folder(tiny: Build, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_run(
-    tiny: Build, tiny_eagle3: Build, tiny_medusa: Build, verifier_folder: Path, tmp_path: Path
+    tiny: Build, tiny_eagle1: Build, tiny_eagle3: Build, tiny_medusa: Build, verifier_folder: Path, tmp_path: Path
 ) -> Callable[[str], Path]:
     """`make_run(kind)`: a run folder with a random head; the chats lie in chat.jsonl."""
 
     def make(kind: str) -> Path:
-        verifier = tiny("llama", vocab_size=258)
-        head = tiny_eagle3(verifier, target_ids=torch.arange(258)) if kind == "eagle3" else tiny_medusa(verifier)
+        build = {"eagle1": tiny_eagle1, "eagle3": tiny_eagle3, "medusa": tiny_medusa}[kind]
+        head = build(tiny("llama", vocab_size=258), target_ids=torch.arange(258))
         if kind == "eagle3":
             head.input_scale.fill_(1.0)
         chats = tmp_path / "chat.jsonl"
@@ -102,7 +103,7 @@ def make_run(
 
 
 @pytest.mark.parametrize(("kind", "engine"), [("eagle3", "vllm"), ("eagle3", "sglang"), ("eagle3", "speculators"),
-                                               ("medusa", "vllm"), ("medusa", "medusa")])  # fmt: skip
+                                               ("eagle1", "vllm"), ("eagle1", "sglang"), ("medusa", "vllm"), ("medusa", "medusa")])  # fmt: skip
 def test_there_and_back(kind: str, engine: str, make_run: Build, verifier_folder: Path, tmp_path: Path) -> None:
     folder, out, back = make_run(kind), tmp_path / "out", tmp_path / "runs" / "back"
     exported = headstart("export", folder, "--to", engine, "--output", out, "--verifier", "owner/name")

@@ -14,6 +14,11 @@ from .fields import head_dim_of, kv_heads_of, legacy_rope, modern_rope
 from .folder import Folder
 
 STATES = 3
+LAYER_SHAPES = {  # of the decoder layer's weights, by the names of their sizes
+    "self_attn.q_proj": ("q", "in"), "self_attn.k_proj": ("kv", "in"), "self_attn.v_proj": ("kv", "in"),
+    "self_attn.o_proj": ("d", "q"), "mlp.gate_proj": ("wide", "d"), "mlp.up_proj": ("wide", "d"),
+    "mlp.down_proj": ("d", "wide"), "hidden_norm": ("d",), "input_layernorm": ("d",), "post_attention_layernorm": ("d",),
+}  # fmt: skip
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
 
 
@@ -70,11 +75,8 @@ def expected_shapes(folder: Folder, prefix: str) -> dict[str, list[int]]:
     q_size, kv_size = layer["num_attention_heads"] * head_dim_of(layer), kv_heads_of(layer) * head_dim_of(layer)
     read = folder.config.get("target_hidden_size") or d
     rows = folder.config.get("draft_vocab_size") or layer["vocab_size"]
-    inner = {
-        "self_attn.q_proj": [q_size, 2 * d], "self_attn.k_proj": [kv_size, 2 * d], "self_attn.v_proj": [kv_size, 2 * d],
-        "self_attn.o_proj": [d, q_size], "mlp.gate_proj": [wide, d], "mlp.up_proj": [wide, d], "mlp.down_proj": [d, wide],
-        "hidden_norm": [d], "input_layernorm": [d], "post_attention_layernorm": [d],
-    }  # fmt: skip
+    sizes = {"q": q_size, "kv": kv_size, "d": d, "in": 2 * d, "wide": wide}
+    inner = {name: [sizes[axis] for axis in axes] for name, axes in LAYER_SHAPES.items()}
     outer = {"fc": [d, STATES * read], "norm": [d], "lm_head": [rows, d]}
     return {f"{name}.weight": shape for name, shape in outer.items()} | {
         f"{prefix}.{name}.weight": shape for name, shape in inner.items()

@@ -27,6 +27,12 @@ class Folder:
         return self.config.get("model_type") == "medusa" or "medusa_num_heads" in self.config
 
     @property
+    def is_eagle1(self) -> bool:
+        """An fc, but neither an lm_head of its own nor a draft vocabulary."""
+        own = "lm_head.weight" in self.tensors or "draft_vocab_size" in self.config
+        return not self.is_medusa and not self.is_speculators and "fc.weight" in self.tensors and not own
+
+    @property
     def is_speculators(self) -> bool:
         return "speculators_model_type" in self.config
 

@@ -47,10 +47,16 @@ def eagle3_layer(
 
     tensors: the layer's, without a prefix. norm_before_residual: the residual is the *normed* hidden state.
     """
-    eps, length = layer["rms_norm_eps"], len(hidden)
+    eps = layer["rms_norm_eps"]
     normed = rms_norm(hidden, tensors["hidden_norm.weight"], eps)
     residual = normed if norm_before_residual else hidden
     x = torch.cat([rms_norm(embeddings, tensors["input_layernorm.weight"], eps), normed], -1)
+    return decoder_layer(tensors, layer, residual, x)
+
+
+def decoder_layer(tensors: Mapping[str, Tensor], layer: Mapping[str, Any], residual: Tensor, x: Tensor) -> Tensor:
+    """Causal attention that reads x [T, i], and the MLP, on the residual stream [T, d]. tensors: without a prefix."""
+    eps, length = layer["rms_norm_eps"], len(residual)
     size = head_dim_of(dict(layer))
     cos, sin = rotary(layer, torch.arange(length))
 
@@ -87,6 +93,26 @@ def eagle3_chain(
         logits.append(rms_norm(out, own["norm.weight"], layer["rms_norm_eps"])[0] @ own["lm_head.weight"].T)
         hidden = torch.cat([hidden, out])
     return torch.stack(logits)
+
+
+def eagle1_chain(
+    tensors: Mapping[str, Tensor], layer: Mapping[str, Any], last: Tensor, embeddings: Tensor, ids: Sequence[int], start: int,
+    steps: int,
+) -> Tensor:  # fmt: skip
+    """What EAGLE-1 gives the verifier's lm_head, [K, d], when drafting from `start` with the given tokens.
+
+    last: [T, d], the verifier's states after its final norm; embeddings and ids as in `eagle3_chain`.
+    """
+    own = {name.removeprefix("layers.0."): tensor.float() for name, tensor in tensors.items()}
+    hidden = last[: start + 1].float()
+    outputs = []
+    for step in range(steps):
+        following = torch.tensor(list(ids[1 : start + 2 + step]))
+        joined = functional.linear(torch.cat([embeddings[following].float(), hidden], -1), own["fc.weight"], own.get("fc.bias"))
+        out = decoder_layer(own, layer, joined, joined)[-1:]
+        outputs.append(out[0])
+        hidden = torch.cat([hidden, out])
+    return torch.stack(outputs)
 
 
 def medusa_logits(blocks: Sequence[tuple[Tensor, Tensor | None]], output: Tensor, hidden: Tensor) -> Tensor:

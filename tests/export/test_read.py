@@ -64,6 +64,39 @@ def test_a_scaled_table_that_is_the_verifiers_is_taken_from_it(
     same(head, read_head(export_to("vllm", head, verifier), verifier, "vllm"))
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "eagle"])
+def test_an_eagle1_round_trip_is_bit_identical(engine: str, tiny: Build, tiny_eagle1: Build, export_to: Build) -> None:
+    verifier = tiny("qwen3")
+    head = tiny_eagle1(verifier, target_ids=torch.arange(96))
+    loaded = read_head(export_to(engine, head, verifier), verifier, "vllm")
+    same(head, loaded)
+    training = ("depth", "decay", "cross_entropy", "top_tokens", "noise", "noise_by_length")  # no layout tells them
+    assert loaded.config == head.config.model_copy(update={name: getattr(loaded.config, name) for name in training})
+
+
+@pytest.mark.parametrize(("fields", "tensors", "message"), [
+    ({}, {"fc.bias": torch.ones(32)}, "its fc has a bias; heads here, and vLLM, have none"),
+    ({}, {"layers.0.input_layernorm.weight": torch.ones(32)}, r"tensor layers\.0\.input_layernorm\.weight is unknown"),
+    ({}, {"layers.0.mlp.up_proj.weight": None}, r"tensor layers\.0\.mlp\.up_proj\.weight is missing"),
+    ({"rms_norm_eps": None}, {}, r"no EAGLE-1 head: config\.json has no rms_norm_eps"),
+    ({"vocab_size": 95}, {}, "the head's vocabulary is 95, the verifier's 96"),
+])  # fmt: skip
+def test_damaged_eagle1_folders(
+    fields: dict[str, Any],
+    tensors: dict[str, Any],
+    message: str,
+    tiny: Build,
+    tiny_eagle1: Build,
+    export_to: Build,
+    edit: Build,
+) -> None:
+    verifier = tiny("llama")
+    folder = export_to("vllm", tiny_eagle1(verifier), verifier)
+    edit(folder, fields, tensors)
+    with pytest.raises(UserError, match=message):
+        read_head(folder, verifier, "vllm")
+
+
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 @pytest.mark.parametrize("ids", [None, SOME])
 def test_a_medusa_round_trip_is_bit_identical(
@@ -131,7 +164,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "two layers": ({"num_hidden_layers": 2}, {}, "has 2 layers; heads here have one"),
     "another width": ({"target_hidden_size": 64}, {}, "its hidden size differs from the verifier's"),
     "no field": ({"rms_norm_eps": None}, {}, r"no EAGLE-3 head: config\.json has no rms_norm_eps"),
-    "EAGLE-1": ({}, {"lm_head.weight": None}, r"tensor lm_head\.weight is missing \(EAGLE-1 heads are not read\)"),
+    "no lm_head": ({}, {"lm_head.weight": None}, r"no EAGLE-3 head: tensor lm_head\.weight is missing"),
     "a bias": ({}, {"fc.bias": torch.zeros(32)}, r"tensor fc\.bias is unknown"),
     "no d2t": ({}, {"d2t": None}, "drafts 48 of 96 tokens, but tensor d2t, which says which, is missing"),
     "ids in d2t": ({}, {"d2t": torch.arange(48) * 2}, "d2t holds offsets, not ids"),

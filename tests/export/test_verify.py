@@ -67,6 +67,21 @@ def test_our_own_medusa_export_passes(
     assert verdict.difference < 1e-5
 
 
+@pytest.mark.parametrize("family", ["llama3rope", "gemma", "granite", "qwen3"])
+@pytest.mark.parametrize("engine", ["vllm", "eagle", "sglang"])
+def test_our_own_eagle1_export_passes(engine: str, family: str, tiny: Build, tiny_eagle1: Build, export_to: Build) -> None:
+    verifier = tiny(family)
+    head = tiny_eagle1(verifier)
+    if engine == "sglang" and family in ("gemma", "granite"):
+        with pytest.raises(UserError, match="scales it; nearest alternative: --to vllm"):
+            export_to(engine, head, verifier)
+        return
+    verdict = verify(export_to(engine, head, verifier), engine, head, verifier)
+    assert verdict.broken == []
+    assert verdict.difference is not None
+    assert verdict.difference < 1e-3
+
+
 # engine, fields to change (None deletes, "null" writes null), tensors to change (None deletes), the rule that names it
 Fault = tuple[str, dict[str, Any], dict[str, Callable[[torch.Tensor], torch.Tensor] | None], str]
 EAGLE3: dict[str, Fault] = {
@@ -172,6 +187,54 @@ def test_case_48_a_planted_fault_in_a_medusa_folder_is_named(name: str, folder: 
     edit(path, fields, {n: None if change is None else change(held.get(n)) for n, change in tensors.items()})
     broken = verify(path, engine).broken
     assert any(matches(rule, line) for line in broken), broken
+
+
+EAGLE1: dict[str, Fault] = {
+    "a bias that vLLM fails on": ("vllm", {}, {"fc.bias": lambda t: torch.zeros(32)}, r"names: tensor fc\.bias is unknown"),
+    "a bias that SGLang makes up": ("sglang", {}, {"fc.bias": None}, r"names: tensor fc\.bias .*; sglang leaves it random"),
+    "SGLang's class": ("vllm", {"architectures": ["LlamaForCausalLMEagle"]}, {}, "architectures: "),
+    "two layers": ("vllm", {"num_hidden_layers": 2}, {}, "layers: num_hidden_layers is 2"),
+    "no size": ("vllm", {"vocab_size": None}, {}, "fields: vocab_size missing"),
+    "a first norm": ("vllm", {}, {"layers.0.input_layernorm.weight": lambda t: torch.ones(32)},
+                     r"names: tensor layers\.0\.input_layernorm\.weight is unknown"),
+    "a short fc": ("vllm", {}, {"fc.weight": lambda t: t[:, :32]}, r"shapes: fc\.weight is \[32, 32\], .* \[32, 64\]"),
+    "a table that SGLang ignores": ("sglang", {}, {"embed_tokens.weight": lambda t: torch.ones(96, 32)}, "names: embed_tokens"),
+    "biased attention": ("vllm", {"bias": True}, {}, "bias: bias is true"),
+    "no head size": ("vllm", {"head_dim": None}, {}, "head_dim: "),
+    "a tied lm_head": ("vllm", {"tie_word_embeddings": True}, {}, "tie: "),
+    "no legacy rope": ("vllm", {"rope_theta": None}, {}, "rope: rope_theta is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EAGLE1)
+def test_case_49_a_planted_fault_in_an_eagle1_folder_is_named(
+    name: str, tiny: Build, tiny_eagle1: Build, export_to: Build, edit: Build
+) -> None:
+    engine, fields, tensors, rule = EAGLE1[name]
+    verifier = tiny("llama")
+    path = export_to(engine, tiny_eagle1(verifier), verifier)
+    assert verify(path, engine).broken == []
+    held = load_file(path / "model.safetensors")
+    edit(path, fields, {n: None if change is None else change(held.get(n)) for n, change in tensors.items()})
+    broken = verify(path, engine).broken
+    assert any(matches(rule, line) for line in broken), broken
+
+
+@pytest.mark.parametrize("engine", ["speculators", "tensorrt-llm", "medusa"])
+def test_engines_without_eagle1(engine: str, tiny: Build, tiny_eagle1: Build, export_to: Build) -> None:
+    path = export_to("vllm", tiny_eagle1(tiny("llama")), tiny("llama"))
+    assert verify(path, engine).broken[0].startswith("engine: ")
+
+
+@pytest.mark.parametrize(("tensor", "change"), [("fc.weight", 1.01), ("layers.0.self_attn.k_proj.weight", -1.0)])
+def test_eagle1_weights_that_differ_from_the_run(
+    tensor: str, change: float, tiny: Build, tiny_eagle1: Build, export_to: Build, edit: Build
+) -> None:
+    verifier = tiny("llama")
+    head = tiny_eagle1(verifier)
+    path = export_to("vllm", head, verifier)
+    edit(path, {}, {tensor: load_file(path / "model.safetensors")[tensor] * change})
+    assert matches("logits: differ", verify(path, "vllm", head, verifier).broken[0])
 
 
 ORIGINAL: dict[str, Fault] = {

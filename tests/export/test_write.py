@@ -73,6 +73,36 @@ def draft_logits(config: dict[str, Any], t: dict[str, Tensor], layer: str, state
     return torch.stack(found)
 
 
+def eagle1_states(config: dict[str, Any], t: dict[str, Tensor], last: Tensor, table: Tensor, ids: list[int], start: int,
+                  steps: int) -> Tensor:  # fmt: skip
+    """What goes into the verifier's lm_head, [steps, d]: fc of embedding and state is the residual and, without a norm, what
+    attention reads; the layer's output is the next state."""
+    d, eps, theta = config["head_dim"], config["rms_norm_eps"], config["rope_parameters"]["rope_theta"]
+    names = [name for name in LAYER if name not in ("hidden_norm", "input_layernorm")]
+    w = {name: t[f"layers.0.{name}.weight"] for name in names}
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    found: list[Tensor] = []
+    for position in range(start + steps):
+        hidden = last[position] if position <= start else found[-1]
+        x = t["fc.weight"] @ torch.cat([table[ids[position + 1]], hidden]) + t.get("fc.bias", torch.zeros(1))
+        q = spin((w["self_attn.q_proj"] @ x).view(-1, d), position, theta)
+        keys.append(spin((w["self_attn.k_proj"] @ x).view(-1, d), position, theta))
+        values.append((w["self_attn.v_proj"] @ x).view(-1, d))
+        share = len(q) // len(keys[0])
+        mixed = []
+        for h in range(len(q)):
+            scores = torch.stack([q[h] @ key[h // share] for key in keys]) / math.sqrt(d)
+            mixed.append(sum(p * value[h // share] for p, value in zip(scores.softmax(0), values, strict=True)))
+        out = x + w["self_attn.o_proj"] @ torch.cat(mixed)
+        z = norm(out, w["post_attention_layernorm"], eps)
+        gate = w["mlp.gate_proj"] @ z
+        out = out + w["mlp.down_proj"] @ (gate * torch.sigmoid(gate) * (w["mlp.up_proj"] @ z))
+        if position >= start:
+            found.append(out)
+    return torch.stack(found)
+
+
 def really_drafted(head: Any, verifier: Verifier, ids: list[int], start: int, steps: int) -> Tensor:
     """log q [steps, V] of the head's own drafting session, level by level."""
     features = verifier.features(torch.tensor([ids[: start + 1]]), head.needs)
@@ -112,6 +142,45 @@ def test_the_exported_tensors_draft_what_the_head_drafts(
     assert torch.equal(kept, theirs.isfinite())
     assert (ours[kept] - theirs[kept]).abs().max() < 2e-5
     assert ours[kept].std() > 0.3  # not the uniform distribution
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "eagle"])
+def test_case_49_the_exported_eagle1_tensors_draft_what_the_head_drafts(
+    engine: str, tiny: Build, tiny_eagle1: Build, export_to: Build, read: Build, ids_of: Build
+) -> None:
+    verifier = tiny("qwen3")
+    head = tiny_eagle1(verifier, target_ids=torch.arange(96))
+    config, tensors = read(export_to(engine, head, verifier))
+    ids = ids_of(3, 14)
+    last = verifier.model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
+    table = verifier.model.get_input_embeddings().weight
+    states = eagle1_states(config, tensors, last, table, ids, 7, 4)
+    theirs = verifier.model.get_output_embeddings()(states).log_softmax(-1)
+    assert (really_drafted(head, verifier, ids, 7, 4) - theirs).abs().max() < 5e-5
+
+
+def test_case_49_eagle1_names(tiny: Build, tiny_eagle1: Build, export_to: Build, read: Build) -> None:
+    verifier = tiny("qwen3")
+    head = tiny_eagle1(verifier)
+    golden = {
+        "fc.weight": [32, 64], "layers.0.self_attn.q_proj.weight": [96, 32], "layers.0.self_attn.k_proj.weight": [48, 32],
+        "layers.0.self_attn.v_proj.weight": [48, 32], "layers.0.self_attn.o_proj.weight": [32, 96],
+        "layers.0.mlp.gate_proj.weight": [64, 32], "layers.0.mlp.up_proj.weight": [64, 32],
+        "layers.0.mlp.down_proj.weight": [32, 64], "layers.0.post_attention_layernorm.weight": [32],
+    }  # fmt: skip
+    architectures = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle", "eagle": "LlamaForCausalLM"}
+    for engine, architecture in architectures.items():
+        folder = export_to(engine, head, verifier)
+        config, tensors = read(folder)
+        bias = {} if engine == "vllm" else {"fc.bias": [32]}  # vLLM fails on one, the others leave it random
+        assert {name: list(tensor.shape) for name, tensor in tensors.items()} == golden | bias
+        assert not bool(tensors.get("fc.bias", torch.zeros(1)).any())
+        assert config["architectures"] == [architecture]
+        assert "draft_vocab_size" not in config
+        pruned = "drafts from the verifier's whole vocabulary of 96; the run drafted from"
+        assert (pruned in (folder / "SERVING.md").read_text()) is (len(head.target_ids) < 96)
+    assert '"method": "eagle"' in (export_to("vllm", head, verifier) / "SERVING.md").read_text()
+    assert "--speculative-algorithm EAGLE " in (export_to("sglang", head, verifier) / "SERVING.md").read_text()
 
 
 def test_the_other_meaning_of_norm_before_residual_drafts_something_else(
@@ -321,6 +390,11 @@ REFUSED = {
     ("medusa", "pruned"): r"the whole vocabulary of 96, this head knows 5 tokens; nearest alternative: --to vllm",
     ("eagle", "layers"): r"reads the states \[2, 4, 5\], this head \[1, 3, 6\]; nearest alternative: --to vllm",
     ("tensorrt-llm", "layers"): r"reads \[2, 4, 5\], this head \[1, 3, 6\]; nearest alternative: --to vllm",
+    ("speculators", "eagle1"): r"this layout holds EAGLE-3 heads, this one is eagle1; nearest alternative: --to vllm",
+    ("tensorrt-llm", "eagle1"): r"this one is eagle1; nearest alternative: --to vllm",
+    ("vllm", "mtp"): r"this layout holds EAGLE-3 heads, this one is mtp; nearest alternative: headstart eval",
+    ("vllm", "fc_norm"): r"no place for the norms of EAGLE-3\.1",
+    ("sglang", "norm_output"): r"no place for the norms of EAGLE-3\.1",
     ("vllm", "two"): r"build fc for 3 verifier states, this head reads 2; nearest alternative: train with three head\.layers",
     ("ollama", "eagle3"): r"unknown engine; known: vllm, sglang, speculators, eagle, medusa, tensorrt-llm",
 }
@@ -328,14 +402,19 @@ REFUSED = {
 
 @pytest.mark.parametrize(("engine", "which"), REFUSED)
 def test_what_an_engine_cannot_serve_is_refused_with_the_nearest_alternative(
-    engine: str, which: str, tiny: Build, tiny_medusa: Build, tiny_eagle3: Build, export_to: Build, tmp_path: Path
-) -> None:
+    engine: str, which: str, tiny: Build, tiny_medusa: Build, tiny_eagle3: Build, tiny_eagle1: Build, tiny_mtp: Build,
+    export_to: Build, tmp_path: Path,
+) -> None:  # fmt: skip
     verifier = tiny("llama", num_hidden_layers=8)
     head = {
         "medusa": lambda: tiny_medusa(verifier),
         "pruned": lambda: tiny_medusa(verifier, target_ids=SOME),
         "eagle3": lambda: tiny_eagle3(verifier, layers=(2, 4, 5)),
         "layers": lambda: tiny_eagle3(verifier, layers=(1, 3, 6)),
+        "eagle1": lambda: tiny_eagle1(verifier),
+        "mtp": lambda: tiny_mtp(verifier),
+        "fc_norm": lambda: tiny_eagle3(verifier, layers=(2, 4, 5), fc_norm=True),
+        "norm_output": lambda: tiny_eagle3(verifier, layers=(2, 4, 5), norm_output=True),
         "two": lambda: tiny_eagle3(verifier, layers=(1, 3)),
     }[which]()
     with pytest.raises(UserError, match=REFUSED[engine, which]) as caught:

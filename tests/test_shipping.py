@@ -102,8 +102,10 @@ def make_run(
     return make
 
 
-@pytest.mark.parametrize(("kind", "engine"), [("eagle3", "vllm"), ("eagle3", "sglang"), ("eagle3", "speculators"),
-                                               ("eagle1", "vllm"), ("eagle1", "sglang"), ("medusa", "vllm"), ("medusa", "medusa")])  # fmt: skip
+@pytest.mark.parametrize(("kind", "engine"), [
+    ("eagle3", "vllm"), ("eagle3", "sglang"), ("eagle3", "speculators"), ("eagle1", "vllm"), ("eagle1", "sglang"),
+    ("medusa", "vllm"), ("medusa", "medusa"),
+])  # fmt: skip
 def test_there_and_back(kind: str, engine: str, make_run: Build, verifier_folder: Path, tmp_path: Path) -> None:
     folder, out, back = make_run(kind), tmp_path / "out", tmp_path / "runs" / "back"
     exported = headstart("export", folder, "--to", engine, "--output", out, "--verifier", "owner/name")

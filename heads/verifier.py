@@ -20,6 +20,7 @@ from ..errors import UserError
 from .cache import RaggedCache, additive, visible
 from .facts import attention_windows, check_attends, find_layers, read_facts
 from .loading import first_line, load_model, load_tokenizer
+from .packed import pack_linears
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ class Verifier:
     @classmethod
     def load(cls, spec: str, dtype: torch.dtype | str = torch.float32, device: str = "auto") -> "Verifier":
         """spec: hub id, folder, .gguf file or `builtin:` name. Raises UserError when it cannot be loaded or does not fit."""
-        return cls(load_model(spec, dtype, device), load_tokenizer(spec), spec)
+        model = load_model(spec, dtype, device)
+        pack_linears(model)
+        return cls(model, load_tokenizer(spec), spec)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ def fit(
             if last or progress.step % settings.log_every == 0:
                 metrics.log(progress.step, learning_rate=settings.learning_rate * share, **window.flush())
             if last or due(progress.step, settings.evaluate_every):
-                judge(head, evaluate, progress, metrics, run_folder)
+                with window.paused():
+                    judge(head, evaluate, progress, metrics, run_folder)
             if last or due(progress.step, settings.save_every):
                 progress.seconds = window.seconds()
                 checkpoints.save(head, optimizers, progress)
@@ -165,6 +167,15 @@ class Window:
 
     def seconds(self) -> float:
         return time.perf_counter() - self.start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time in here is not training time."""
+        begun = time.perf_counter()
+        yield
+        passed = time.perf_counter() - begun
+        self.start += passed
+        self.since += passed
 
     def mean_loss(self) -> float:
         return self._joined().total().item()

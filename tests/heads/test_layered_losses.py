@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import Batch, DraftHead
 from headstart.heads.losses import chunked_terms
+from headstart.heads.packed import PackedLinear, pack_linears
 from headstart.heads.verifier import Features, Verifier
 
 Build = Callable[..., Any]
@@ -359,6 +360,21 @@ def test_the_verifier_gets_no_gradient_and_autocast_changes_little(
     assert found[1][0] == pytest.approx(found[0][0], rel=2e-2)
     assert found[1][0] != found[0][0]
     assert torch.cosine_similarity(found[0][1], found[1][1], dim=0) > 0.98
+
+
+def test_a_packed_verifier_teaches_the_same(new_head: Build, batch: Batch, tiny: Build, features_of: Build) -> None:
+    """Through the whole lm_head, as `Verifier.load` lays it out on a CPU."""
+    verifier = tiny("llama")
+    head = new_head(verifier)
+    features = features_of(verifier, batch)
+    found = []
+    for _ in range(2):
+        total = head.loss(batch, features, verifier).total()
+        found.append([total.detach(), *torch.autograd.grad(total, list(head.parameters()))])
+        pack_linears(verifier.model)
+    assert type(verifier.lm_head) is PackedLinear
+    for plain, packed in zip(*found, strict=True):
+        assert (plain - packed).abs().max() < 1e-5 * max(1.0, plain.abs().max().item())
 
 
 def test_a_verifier_in_bfloat16_teaches_float32_heads(new_head: Build, batch: Batch, tiny: Build, features_of: Build) -> None:

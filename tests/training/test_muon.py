@@ -1,5 +1,7 @@
 """Muon against torch's own, against exact singular values, and on a problem with a known answer."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -50,7 +52,7 @@ def test_the_state_goes_through_a_checkpoint():
     first, second = Muon([one], lr=0.1), Muon([other], lr=0.1)
     one.grad = matrix(4, 6, seed=1)
     first.step()
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
     other.data.copy_(one.data)
     for parameter, optimizer in ((one, first), (other, second)):
         parameter.grad = matrix(4, 6, seed=2)

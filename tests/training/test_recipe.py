@@ -293,7 +293,7 @@ def test_overrides(write: Any) -> None:
             "data.train.0=other=1.jsonl",
             "head.heads=3",
             "evaluation.prompts=8",  # the file has no such section
-            "evaluation.trees=[{kind: chain, depth: 2}, {kind: dynamic, depth: 5, top_k: 8, nodes: 32}]",
+            "evaluation.trees=[{kind: chain, depth: 2}, {kind: dynamic, depth: 3, top_k: 8, nodes: 32}]",
             "evaluation.trees.0.depth=3",
         ],
     )
@@ -302,7 +302,7 @@ def test_overrides(write: Any) -> None:
     assert recipe.data.train == ("other=1.jsonl",)
     assert recipe.head == MedusaSection(heads=3)
     assert recipe.evaluation.prompts == 8
-    assert recipe.evaluation.trees == (ChainSection(depth=3), DynamicSection(depth=5, top_k=8, nodes=32))
+    assert recipe.evaluation.trees == (ChainSection(depth=3), DynamicSection(depth=3, top_k=8, nodes=32))
 
 
 @pytest.mark.parametrize(

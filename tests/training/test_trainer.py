@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+import time
 from itertools import pairwise
 
 import pytest
@@ -285,7 +286,8 @@ def test_case_37_weights_and_moments_are_float32_and_norms_move(tiny, tiny_eagle
     source.features = MemoryFeatures(verifier, source.features.samples, head.needs, 1000)
     fit(head, verifier, source, PLAN, SETTINGS, tmp_path, constant)
     assert {p.dtype for p in head.parameters()} == {torch.float32}
-    state = torch.load(tmp_path / "checkpoints" / "step-20" / "optimizer.pt", weights_only=True)["optimizer"]["state"]
+    (optimizer,) = torch.load(tmp_path / "checkpoints" / "step-20" / "optimizers.pt", weights_only=True)
+    state = optimizer["state"]
     assert {moments[name].dtype for moments in state.values() for name in ("exp_avg", "exp_avg_sq")} == {torch.float32}
     assert len(norms) == 4
     assert all(bool((norm.weight != 1).all()) for norm in norms)
@@ -443,3 +445,17 @@ def test_every_step_has_the_rate_of_the_schedule_and_the_log_says_it(
 @pytest.mark.parametrize(("every", "steps"), [(None, []), (1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (4, [4])])
 def test_due(every, steps):
     assert [number for number in range(1, 7) if due(number, every)] == steps
+
+
+def test_time_spent_judging_is_not_training_time(new_head, new_source, verifier, tmp_path):
+    def slow(head):
+        time.sleep(0.5)
+        return {"tau": 1.5}
+
+    head = new_head()
+    settings = dataclasses.replace(SETTINGS, log_every=1, evaluate_every=1, save_every=None)
+    progress = fit(head, verifier, new_source(head), PLAN[:3], settings, tmp_path, slow)
+    logged = [line for line in lines(tmp_path) if "loss" in line]
+    assert logged[-1]["seconds"] < 0.9
+    assert progress.seconds < 0.9
+    assert min(line["tokens_per_second"] for line in logged) > logged[-1]["supervised_tokens"] / 0.5

@@ -13,10 +13,11 @@ from .export.verify import Verdict, verify
 from .export.write import write_export
 from .heads.base import DraftHead, check_fits
 from .heads.eagle3 import Eagle3Head
+from .heads.files import replace_folder
 from .heads.hub import load_head, save_head
 from .heads.verifier import Verifier
-from .jobs import START, claim
-from .training.recipe import Eagle1Section, Eagle3Section, MedusaSection, Recipe, Section, load_recipe
+from .jobs import START
+from .training.recipe import Eagle1Section, Eagle3Section, MedusaSection, Recipe, Section, load_recipe, recipe_yaml
 
 SECTIONS: dict[str, type[Section]] = {"eagle1": Eagle1Section, "eagle3": Eagle3Section, "medusa": MedusaSection}
 
@@ -60,11 +61,15 @@ def import_head(
         raise UserError(f"{run_folder} is there and not empty; choose another run folder")
     verifier = Verifier.load(verifier_name, "float32")
     head = read_head(source, verifier, engine, allow_pickle)
-    recipe = recipe_for(head, verifier_name)
+    recipe = recipe_yaml(recipe_for(head, verifier_name))
+
+    def write(target: Path) -> None:
+        (target / "recipe.yaml").write_text(recipe, encoding="utf-8")
+        save_head(head, target / START)
+        save_head(head, target / "head")
+
     try:
-        claim(run_folder, recipe)
-        save_head(head, run_folder / START)
-        save_head(head, run_folder / "head")
+        replace_folder(run_folder, write)
     except OSError as error:
         raise UserError(f"{run_folder}: cannot be written: {error.strerror or error}") from None
     say(f"{run_folder}: {head.kind} head for {verifier_name}; headstart eval {run_folder} measures it")

@@ -206,6 +206,27 @@ def test_bad_input_is_one_line_and_exit_2(make_run: Build, verifier_folder: Path
     assert load_head(folder / "head").kind == "eagle3"
 
 
+def test_an_import_is_whole_or_not_there(
+    make_run: Build, verifier_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, back = tmp_path / "out", tmp_path / "imported" / "back"
+    assert headstart("export", make_run("eagle3"), "--to", "vllm", "--output", out).code == 0
+    arguments = ("import", out, "--verifier", verifier_folder, "--run-folder")
+    assert "cannot be written" in refused(*arguments, tmp_path / "chat.jsonl" / "back")
+    saved: list[Path] = []
+
+    def full_disk(head: Any, folder: Path) -> None:
+        if saved:
+            raise OSError(28, "No space left on device")
+        saved.append(folder)
+        save_head(head, folder)
+
+    monkeypatch.setattr("headstart.shipping.save_head", full_disk)
+    assert refused(*arguments, back).endswith("cannot be written: No space left on device")
+    assert len(saved) == 1
+    assert list(back.parent.iterdir()) == []
+
+
 def test_a_head_for_another_verifier(make_run: Build, tiny: Build, tmp_path: Path, verifier_folder: Path) -> None:
     folder, out, other = make_run("medusa"), tmp_path / "out", tmp_path / "other"
     assert headstart("export", folder, "--to", "vllm", "--output", out).code == 0

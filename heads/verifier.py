@@ -82,6 +82,16 @@ class Verifier:
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
+    @property
+    def architecture(self) -> str:
+        """The model's class, as its config.json names it."""
+        return type(self.model).__name__
+
+    @property
+    def embedding_table(self) -> Tensor:
+        """The rows [V, d] that an engine looks up for its draft model, before any scaling by the verifier."""
+        return self.model.get_input_embeddings().weight
+
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings as the first decoder layer of a position-free model receives them: [..., d]."""
         embeddings = self.model.get_input_embeddings()(ids)

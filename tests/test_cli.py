@@ -76,7 +76,7 @@ def test_help_answers_in_under_half_a_second() -> None:
 def test_help_of_the_module() -> None:
     done = headstart("--help")
     assert done.returncode == 0
-    for verb in ("quickstart", "train", "eval", "report", "env", "recipe", "data"):
+    for verb in ("quickstart", "train", "eval", "report", "export", "verify-export", "import", "env", "recipe", "data"):
         assert f"\n  {verb} " in done.stdout
 
 

@@ -12,7 +12,7 @@ import pytest
 import headstart
 
 ROOT = Path(headstart.__file__).parent
-FOLDERS = ("data", "heads", "training", "evaluation")
+FOLDERS = ("data", "heads", "training", "evaluation", "export")
 LEFT_BEHIND = {"build", "dist", "runs", "site", "headstart.egg-info"}  # by tools
 
 pytestmark = pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="runs in a checkout")

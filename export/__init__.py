@@ -1,0 +1,1 @@
+"""Draft heads in the layouts that serving engines load, checked against their loaders, and read back."""

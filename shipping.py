@@ -1,0 +1,92 @@
+"""The verbs between run folders and the folders that serving engines load: export, verify, import."""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from .build import build_judge, say
+from .errors import UserError
+from .export.layout import Order, public_name
+from .export.read import read_head
+from .export.verify import Verdict, verify
+from .export.write import write_export
+from .heads.base import DraftHead, check_fits
+from .heads.eagle3 import Eagle3Head
+from .heads.files import replace_folder
+from .heads.hub import load_head, save_head
+from .heads.verifier import Verifier
+from .jobs import START
+from .training.recipe import Eagle1Section, Eagle3Section, MedusaSection, Recipe, Section, load_recipe, recipe_yaml
+
+SECTIONS: dict[str, type[Section]] = {"eagle1": Eagle1Section, "eagle3": Eagle3Section, "medusa": MedusaSection}
+
+
+def open_run(run_folder: Path) -> tuple[Recipe, DraftHead, Verifier]:
+    """The recipe, the head and the verifier of a run, which must fit together."""
+    recipe = load_recipe(run_folder / "recipe.yaml")
+    head = load_head(run_folder / "head")
+    verifier = build_judge(recipe)
+    check_fits(head.config, verifier.facts, verifier.name)
+    return recipe, head.to(verifier.device), verifier
+
+
+def export_run(
+    run_folder: Path,
+    engine: str,
+    output: Path,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    verifier_name: str | None = None,
+) -> None:
+    """Write the run's head as `engine` loads it. verifier_name: its hub id, where the recipe has a folder or a builtin."""
+    recipe, head, verifier = open_run(run_folder)
+    name = public_name(recipe.verifier.model, verifier_name)
+    export = write_export(Order(head, verifier, name, getattr(torch, dtype)), engine, output)
+    say(f"{output}: a head for {export.engine}; how to serve it is in {output / 'SERVING.md'}")
+
+
+def verify_export(folder: Path, engine: str, run_folder: Path | None = None) -> Verdict:
+    """Apply the engine's loader contract to a folder, and compare it with the head of a run."""
+    if run_folder is None:
+        return verify(folder, engine)
+    _, head, verifier = open_run(run_folder)
+    return verify(folder, engine, head, verifier)
+
+
+def import_head(
+    source: Path, verifier_name: str, run_folder: Path, engine: str = "vllm", allow_pickle: bool = False
+) -> DraftHead:
+    """Make a run folder of a published head: recipe.yaml, head/ to evaluate and export, start/ to train on from."""
+    if run_folder.exists() and (not run_folder.is_dir() or any(run_folder.iterdir())):
+        raise UserError(f"{run_folder} is there and not empty; choose another run folder")
+    verifier = Verifier.load(verifier_name, "float32")
+    head = read_head(source, verifier, engine, allow_pickle)
+    recipe = recipe_yaml(recipe_for(head, verifier_name))
+
+    def write(target: Path) -> None:
+        (target / "recipe.yaml").write_text(recipe, encoding="utf-8")
+        save_head(head, target / START)
+        save_head(head, target / "head")
+
+    try:
+        replace_folder(run_folder, write)
+    except OSError as error:
+        raise UserError(f"{run_folder}: cannot be written: {error.strerror or error}") from None
+    say(f"{run_folder}: {head.kind} head for {verifier_name}; headstart eval {run_folder} measures it")
+    return head
+
+
+def recipe_for(head: DraftHead, verifier_name: str) -> Recipe:
+    """The recipe of a run that would go on training an imported head on the project's own prompts."""
+    rows = head.config.model_dump()
+    pruned = len(head.target_ids) if len(head.target_ids) < head.config.vocab_size else None
+    size = "draft_vocabulary" if isinstance(head, Eagle3Head) else "vocabulary"
+    fields = SECTIONS[head.kind].model_fields
+    section = {name: rows[name] for name in fields if name in rows} | {size: pruned}
+    return Recipe.model_validate({
+        "verifier": {"model": verifier_name, "dtype": "float32"},
+        "data": {"train": ["builtin:prompts"], "holdout": "split", "answers": "regenerate", "max_length": 1024},
+        "head": section,
+        "training": {"steps": 200, "batch_tokens": 1024, "learning_rate": 1e-4},
+        "evaluation": {"trees": [{"kind": "chain", "depth": min(4, head.depth or 4)}]},
+    })  # fmt: skip

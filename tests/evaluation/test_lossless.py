@@ -177,7 +177,7 @@ def some_prompts() -> list[Prompt]:
     return [Prompt([3 + i, 7, 11 + i], f"p-{i}", None, "") for i in range(32)]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp"])
 def test_text_of_ones_own_model(kind: str, verifier: Verifier, request: pytest.FixtureRequest) -> None:
     head: DraftHead = request.getfixturevalue(f"tiny_{kind}")(verifier)
     evaluator = Evaluator(verifier, some_prompts(), 40, batch=32)

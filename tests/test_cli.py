@@ -160,8 +160,8 @@ def test_recipe_copy_never_overwrites(capsys: pytest.CaptureFixture[str], folder
 
 def test_recipe_check_tells_every_fault(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     text = shipped_recipes()[MEDUSA].read_text(encoding="utf-8")
-    Path("my.yaml").write_text(text.replace("heads: 4", "haeds: 4").replace("steps: 480", "steps: 0"), encoding="utf-8")
-    heads, steps = text[: text.index("heads: 4")].count("\n") + 1, text[: text.index("steps: 480")].count("\n") + 1
+    Path("my.yaml").write_text(text.replace("heads: 4", "haeds: 4").replace("steps: 400", "steps: 0"), encoding="utf-8")
+    heads, steps = text[: text.index("heads: 4")].count("\n") + 1, text[: text.index("steps: 400")].count("\n") + 1
     faults = [
         f"my.yaml:{heads}: head.haeds: unknown key; did you mean 'heads'?",
         f"my.yaml:{steps}: training.steps: must be at least 1, got 0",

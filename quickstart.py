@@ -34,8 +34,8 @@ def quickstart(run_folder: Path, verifier_name: str = "smollm2-135m") -> None:
         say(f"evaluating {kind} on held-out prompts")
         evaluate(folder, workshop=workshop)
     page = write_report(list(folders.values()), run_folder / "report.html")
-    for folder in folders.values():
-        Console().print(results_table(json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))))
+    evaluations = [json.loads((folder / "evaluation.json").read_text(encoding="utf-8")) for folder in folders.values()]
+    Console().print(results_table(*evaluations))
     print(f"report: {page}")
 
 

@@ -9,17 +9,16 @@ if TYPE_CHECKING:
     from .evaluation.lossless import Gate
 
 
-def results_table(evaluation: dict[str, Any]) -> Table:
-    """The results of an evaluation.json as a rich table."""
-    table = Table("tree", "depth", "nodes", "temperature", "rule", "tau", "acceptance rate", "greedy", "speed-up")
-    for result in evaluation["results"]:
-        tree, speedup = result["tree"], result["speedup"]
+def results_table(*evaluations: dict[str, Any]) -> Table:
+    """The results of evaluation.json files as a rich table that fits into 80 columns."""
+    table = Table("head", "tree", "depth", "nodes", "rule", "tau", "greedy", "speed-up")
+    for head, result in ((e["head"]["kind"], result) for e in evaluations for result in e["results"]):
+        tree, tau, speedup, temperature = result["tree"], result["tau"], result["speedup"], result["temperature"]
         greedy = {True: "identical", False: "DIFFERS", None: "-"}[result["identical_to_greedy"]]
         rule = result.get("rule", "greedy") + ("" if result.get("lossless", True) else " (lossy)")
-        shape = [tree["kind"], str(tree["depth"]), str(tree["nodes"]), f"{result['temperature']:g}", rule]
-        tau, accepted = result["tau"], result["draft_acceptance_rate"]
-        measured = ["-" if tau is None else f"{tau:.2f}", "-" if accepted is None else f"{accepted:.1%}", greedy]
-        table.add_row(*shape, *measured, "-" if speedup is None else f"{speedup:.2f}x")
+        rule += f", T {temperature:g}" if temperature else ""
+        measured = ["-" if tau is None else f"{tau:.2f}", greedy, "-" if speedup is None else f"{speedup:.2f}x"]
+        table.add_row(head, tree["kind"], str(tree["depth"]), str(tree["nodes"]), rule, *measured)
     return table
 
 

@@ -58,7 +58,9 @@ def a_run(path: Path, **changes: Any) -> Path:
     """A run folder with one result."""
     path.mkdir(parents=True)
     (path / "recipe.yaml").write_text("verifier: {}\n", encoding="utf-8")
-    (path / "evaluation.json").write_text(json.dumps({"results": [RESULT | changes]}), encoding="utf-8")
+    (path / "evaluation.json").write_text(
+        json.dumps({"head": {"kind": "medusa"}, "results": [RESULT | changes]}), encoding="utf-8"
+    )
     return path
 
 
@@ -207,7 +209,7 @@ def test_eval_prints_a_table(stub: Any, folder: Path, capsys: pytest.CaptureFixt
     assert calls == [(Path("runs/a"), ["evaluation.prompts=3"])]
     printed = capsys.readouterr()
     row = next(line for line in printed.out.splitlines() if "chain" in line)
-    assert row.replace("│", " ").split() == ["chain", "4", "4", "0", "greedy", "2.35", "33.6%", "identical", "1.50x"]
+    assert row.replace("│", " ").split() == ["medusa", "chain", "4", "4", "greedy", "2.35", "identical", "1.50x"]
     assert printed.err == "progress\n"
 
 
@@ -215,7 +217,10 @@ def test_eval_json(stub: Any, folder: Path, capsys: pytest.CaptureFixture[str]) 
     stub("headstart.jobs", "evaluate", lambda *_: print("progress"))
     a_run(Path("runs/a"), speedup=None)
     assert run(["eval", "runs/a", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"results": [RESULT | {"speedup": None}]}
+    assert json.loads(capsys.readouterr().out) == {
+        "head": {"kind": "medusa"},
+        "results": [RESULT | {"speedup": None}],
+    }
 
 
 @pytest.mark.parametrize(("identical", "shown", "code"), [(False, "DIFFERS", 1), (None, "-", 0)])

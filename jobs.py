@@ -164,7 +164,7 @@ def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop
         "verifier": verifier.name,
         "head": describe(head),
         "prompts": len(evaluator.prompts),
-        "max_new_tokens": recipe.evaluation.max_new_tokens,
+        "max_new_tokens": evaluator.max_new_tokens,
         "dtype": str(verifier.dtype).removeprefix("torch."),
         "device": str(verifier.device),
         "seconds": round(time.perf_counter() - start, 1),

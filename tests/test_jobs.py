@@ -4,20 +4,17 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from command import headstart
 from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from headstart.cli import run
 from headstart.errors import UserError
 from headstart.evaluation import lossless, verify
 from headstart.heads.hub import load_head
@@ -47,22 +44,6 @@ ROWS = [
      "messages": [{"role": "user", "content": f"what is {i}?"}, {"role": "assistant", "content": "an answer of the file"}]}
     for i in range(16)
 ]  # fmt: skip
-
-
-@dataclass
-class Ended:
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
-
-
-def headstart(*arguments: object) -> Ended:
-    out, err = StringIO(), StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = run([str(argument) for argument in arguments])
-    return Ended(code, out.getvalue(), err.getvalue())
 
 
 def refused(*arguments: object) -> str:

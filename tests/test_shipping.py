@@ -2,19 +2,16 @@
 
 import json
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command import headstart
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from headstart.cli import run
 from headstart.errors import UserError
 from headstart.heads.hub import load_head, save_head
 from headstart.jobs import start_from
@@ -32,20 +29,6 @@ ROWS = [
 ]  # fmt: skip
 MAKE = {"eagle3": {"kind": "eagle3", "layers": [1, 2, 3], "depth": 4}, "eagle1": {"kind": "eagle1"},
         "medusa": {"kind": "medusa", "heads": 3}}  # fmt: skip
-
-
-@dataclass
-class Ended:
-    code: int
-    out: str
-    err: str
-
-
-def headstart(*arguments: object) -> Ended:
-    out, err = StringIO(), StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = run([str(argument) for argument in arguments])
-    return Ended(code, out.getvalue(), err.getvalue())
 
 
 def refused(*arguments: object) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from exact_rotary import ExactRotary, turned
 from torch import Tensor, nn
 
 from headstart.heads.base import Batch, target_rows
@@ -13,27 +14,6 @@ from headstart.heads.verifier import Features, Verifier
 
 Build = Callable[..., Any]
 LAYERS = (1, 2, 3)
-
-
-class ExactRotary(nn.Module):
-    """Plain rotary positions in float64; the head's own module rounds to float32 (its values are tested elsewhere)."""
-
-    def __init__(self, head_dim: int) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        powers = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim
-        angles = (positions.double()[..., None] * 10_000.0**-powers).repeat(1, 1, 2)
-        return angles.cos()[:, None], angles.sin()[:, None]
-
-
-def turned(x: Tensor, position: int) -> Tensor:
-    """Rotate pairs (i, i + D/2) of x [n, D] as complex numbers."""
-    half = x.shape[-1] // 2
-    speeds = torch.tensor([10_000.0 ** (-i / half) for i in range(half)], dtype=torch.float64)
-    spun = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones(half).double(), position * speeds)
-    return torch.cat([spun.real, spun.imag], -1)
 
 
 def rms(x: Tensor, norm: nn.RMSNorm) -> Tensor:

@@ -459,7 +459,8 @@ def test_faults_of_heads(write: Any, head: str, message: str) -> None:
 
 def test_a_recursive_head_drafts_deeper_than_it_was_trained(write: Any) -> None:
     for head in ("{kind: mtp, depth: 2}", "{kind: eagle1}"):
-        load_recipe(write(GOOD), [f"head={head}", "evaluation.trees=[{kind: chain, depth: 9}]"])
+        recipe = load_recipe(write(GOOD), [f"head={head}", "evaluation.trees=[{kind: chain, depth: 9}]"])
+        assert recipe.evaluation.trees[0].depth == 9
 
 
 def test_every_field_of_the_schema_is_described() -> None:

@@ -7,13 +7,10 @@ from typing import Annotated
 
 import typer
 
+from .cli_options import Json, Overrides, RecipeName
 from .errors import UserError
 
 app = typer.Typer(no_args_is_help=True, help="List, copy, show and check recipes.")
-
-RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A file, or the name of a shipped recipe.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Such as training.steps=100.")]
-Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
 @app.command()

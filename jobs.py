@@ -7,20 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .build import (
-    Conversations,
-    build_conversations,
-    build_evaluator,
-    build_head,
-    build_judge,
-    build_samples,
-    build_samplings,
-    build_settings,
-    build_tree,
-    build_verifier,
-    needed_layers,
-    say,
-)  # fmt: skip
+from .build import build_evaluator, build_judge, build_samplings, build_settings, build_tree, build_verifier
+from .build_data import Conversations, build_conversations, build_samples
+from .build_heads import build_head, needed_layers
 from .data.chat import Sample
 from .data.features import FeatureSource
 from .data.packing import batch_plan
@@ -31,11 +20,12 @@ from .heads.base import DraftHead, check_fits
 from .heads.files import write_text
 from .heads.hub import load_head
 from .heads.verifier import Verifier
-from .progress import progress_bar
-from .training.recipe import HeadSection, Recipe, load_recipe, recipe_yaml
+from .progress import progress_bar, say
+from .runs import START, check_claim, claim
+from .training.recipe import Recipe, load_recipe
+from .training.sections.head import HeadSection
 from .training.trainer import fit
 
-START = "start"  # in a run folder: an imported head that training goes on from
 LEARNING = (
     "depth",
     "decay",
@@ -117,33 +107,6 @@ def start_from(folder: Path, section: HeadSection) -> DraftHead:
 
 def brief(metrics: dict[str, Any]) -> dict[str, Any]:
     return {name: metrics[name] for name in ("tau", "survival", "rounds", "emitted")}
-
-
-def claim(run_folder: Path, recipe: Recipe) -> None:
-    """Write recipe.yaml, or check that the folder's recipe is this one."""
-    check_claim(run_folder, recipe)
-    if not (run_folder / "recipe.yaml").exists():
-        write_text(run_folder / "recipe.yaml", recipe_yaml(recipe))
-
-
-def check_claim(run_folder: Path, recipe: Recipe) -> None:
-    """Refuse a folder that holds another recipe's run, or something else."""
-    path = run_folder / "recipe.yaml"
-    if path.exists():
-        if differing := differences(load_recipe(path).model_dump(), recipe.model_dump()):
-            raise UserError(f"{run_folder} holds a run of another recipe ({'; '.join(differing)}); choose another run folder "
-                            "or delete it")  # fmt: skip
-        return
-    if run_folder.exists() and any(run_folder.iterdir()):
-        raise UserError(f"{run_folder} is not empty and no run folder (no recipe.yaml in it); choose another")
-
-
-def differences(there: Any, here: Any, key: str = "") -> list[str]:
-    """Dotted keys whose values differ, with both."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        keys = [*there, *(name for name in here if name not in there)]
-        return [d for name in keys for d in differences(there.get(name), here.get(name), f"{key}.{name}".lstrip("."))]
-    return [] if there == here else [f"{key}: {there} there, {here} here"]
 
 
 def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop | None = None) -> dict[str, Any]:

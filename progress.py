@@ -44,3 +44,8 @@ class _Lines:
         if now - self.said >= LINE_EVERY or self.done >= self.total:
             self.said = now
             print(f"{self.title}: {self.done}/{self.total}  {now - self.start:.0f} s  {note}", file=sys.stderr, flush=True)
+
+
+def say(message: str) -> None:
+    """A line for people, beside the bars."""
+    print(message, file=sys.stderr, flush=True)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from .build import say
 from .evaluation.report import write_report
-from .jobs import Workshop, claim, evaluate, open_workshop, train
+from .jobs import Workshop, evaluate, open_workshop, train
+from .progress import say
+from .runs import claim
 from .tables import results_table
 from .training.recipe import load_recipe, shipped_recipes
 

@@ -5,30 +5,23 @@ from typing import Literal
 
 import torch
 
-from .build import build_judge, say
 from .errors import UserError
 from .export.layout import Order, public_name
 from .export.read import read_head
 from .export.verify import Verdict, verify
 from .export.write import write_export
-from .heads.base import DraftHead, check_fits
+from .heads.base import DraftHead
 from .heads.eagle3 import Eagle3Head
 from .heads.files import replace_folder
-from .heads.hub import load_head, save_head
+from .heads.hub import save_head
 from .heads.verifier import Verifier
-from .jobs import START
-from .training.recipe import Eagle1Section, Eagle3Section, MedusaSection, Recipe, Section, load_recipe, recipe_yaml
+from .progress import say
+from .runs import START, open_run
+from .training.recipe import Recipe, recipe_yaml
+from .training.sections.base import Section
+from .training.sections.head import Eagle1Section, Eagle3Section, MedusaSection
 
 SECTIONS: dict[str, type[Section]] = {"eagle1": Eagle1Section, "eagle3": Eagle3Section, "medusa": MedusaSection}
-
-
-def open_run(run_folder: Path) -> tuple[Recipe, DraftHead, Verifier]:
-    """The recipe, the head and the verifier of a run, which must fit together."""
-    recipe = load_recipe(run_folder / "recipe.yaml")
-    head = load_head(run_folder / "head")
-    verifier = build_judge(recipe)
-    check_fits(head.config, verifier.facts, verifier.name)
-    return recipe, head.to(verifier.device), verifier
 
 
 def export_run(

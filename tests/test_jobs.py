@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from headstart.errors import UserError
 from headstart.evaluation import lossless, verify
 from headstart.heads.hub import load_head
-from headstart.jobs import claim, differences
 from headstart.jobs import lossless as lossless_job
+from headstart.runs import claim, differences
 from headstart.training.checkpoint import Checkpoints
 from headstart.training.recipe import load_recipe
 

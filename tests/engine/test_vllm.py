@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import headstart
-from headstart.build import build_conversations, build_prompts
+from headstart.build import build_prompts
+from headstart.build_data import build_conversations
 from headstart.evaluation.decode import speculate
 from headstart.evaluation.metrics import acceptance
 from headstart.evaluation.tree import chain

@@ -12,19 +12,10 @@ from pydantic import ValidationError
 from headstart.build import build_samplings
 from headstart.errors import UserError
 from headstart.evaluation.sampling import Sampling
-from headstart.training.recipe import (
-    ChainSection,
-    DynamicSection,
-    Eagle3Section,
-    MedusaSection,
-    Recipe,
-    find_recipe,
-    load_recipe,
-    recipe_yaml,
-    schema_json,
-    shipped_recipes,
-)
+from headstart.training.recipe import Recipe, find_recipe, load_recipe, recipe_yaml, schema_json, shipped_recipes
 from headstart.training.recipe_faults import RecipeError
+from headstart.training.sections.head import Eagle3Section, MedusaSection
+from headstart.training.sections.tree import ChainSection, DynamicSection
 
 GOOD = """\
 verifier: {model: builtin:smollm2-135m}

@@ -1,0 +1,122 @@
+"""From a recipe's head section to a head to train."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .data.chat import Sample
+from .data.features import FeatureSource
+from .data.vocabulary import choose_vocabulary
+from .errors import UserError
+from .heads.base import DraftHead, LayerConfig
+from .heads.eagle1 import Eagle1Config, Eagle1Head
+from .heads.eagle3 import Eagle3Config, Eagle3Head
+from .heads.facts import Facts
+from .heads.medusa import MedusaConfig, MedusaHead
+from .heads.mtp import MtpConfig, MtpHead, new_mtp
+from .heads.verifier import Verifier
+from .progress import say
+from .training.recipe import Recipe
+from .training.sections.head import Eagle1Section, Eagle3Section, MedusaSection, MtpSection
+
+
+def build_verifier(recipe: Recipe) -> Verifier:
+    return Verifier.load(recipe.verifier.model, recipe.verifier.dtype, recipe.verifier.device)
+
+
+def build_head(recipe: Recipe, verifier: Verifier, training: Sequence[Sample], source: FeatureSource) -> DraftHead:
+    torch.manual_seed(recipe.training.seed)
+    if isinstance(recipe.head, MedusaSection):
+        return build_medusa(recipe.head, verifier, training)
+    if isinstance(recipe.head, Eagle1Section):
+        return build_eagle1(recipe.head, verifier, training)
+    if isinstance(recipe.head, MtpSection):
+        return build_mtp(recipe.head, verifier, training)
+    return build_eagle3(recipe.head, verifier, training, source)
+
+
+def build_medusa(section: MedusaSection, verifier: Verifier, training: Sequence[Sample]) -> MedusaHead:
+    ids = build_vocabulary(section.vocabulary, verifier, training)
+    config = MedusaConfig(
+        hidden_size=verifier.facts.hidden_size,
+        vocab_size=verifier.facts.vocab_size,
+        heads=section.heads,
+        blocks=section.blocks,
+        lm_head=section.lm_head,
+        targets=section.targets,
+        loss=section.loss,
+        decay=section.decay,
+        draft_vocab_size=len(ids),
+    )
+    head = MedusaHead(config, ids).to(verifier.device)
+    head.initialise(verifier)
+    return head
+
+
+def layer_sizes(facts: Facts, vocabulary: int) -> dict[str, Any]:
+    """The fields of a LayerConfig: decoder layers of the verifier's sizes."""
+    return {name: getattr(facts, name) for name in LayerConfig.model_fields if hasattr(facts, name)} | {
+        "draft_vocab_size": vocabulary
+    }
+
+
+def build_eagle1(section: Eagle1Section, verifier: Verifier, training: Sequence[Sample]) -> Eagle1Head:
+    ids = build_vocabulary(section.vocabulary, verifier, training)
+    own = section.model_dump(exclude={"vocabulary"})
+    return Eagle1Head(Eagle1Config(**own, **layer_sizes(verifier.facts, len(ids))), ids).to(verifier.device)
+
+
+def build_mtp(section: MtpSection, verifier: Verifier, training: Sequence[Sample]) -> MtpHead:
+    ids = build_vocabulary(section.vocabulary, verifier, training)
+    own = section.model_dump(exclude={"vocabulary", "decay"})
+    decay = section.decay or (0.6 if section.form == "recursive" else 1.0)
+    head = new_mtp(MtpConfig(**own, decay=decay, **layer_sizes(verifier.facts, len(ids))), ids).to(verifier.device)
+    head.initialise(verifier)
+    return head
+
+
+def build_eagle3(section: Eagle3Section, verifier: Verifier, training: Sequence[Sample], source: FeatureSource) -> Eagle3Head:
+    facts = verifier.facts
+    ids = build_vocabulary(section.draft_vocabulary, verifier, training)
+    config = Eagle3Config(
+        layers=eagle3_layers(section, facts),
+        depth=section.depth,
+        decay=section.decay,
+        loss=section.loss,
+        fc_norm=section.fc_norm,
+        norm_output=section.norm_output,
+        **layer_sizes(facts, len(ids)),
+    )
+    head = Eagle3Head(config, ids).to(verifier.device)
+    batch, features = source.load(range(min(16, len(training))))
+    head.even_inputs(features.layers[batch.mask])
+    head.initialise(verifier)
+    return head
+
+
+def eagle3_layers(section: Eagle3Section, facts: Facts) -> tuple[int, ...]:
+    """The states to read: sorted, distinct, 1 <= i < layers, as engines assume."""
+    n = facts.num_hidden_layers
+    if section.layers is None:
+        layers = (2, n // 2, n - 3)
+        if not 2 < n // 2 < n - 3:
+            raise UserError(f"head.layers: a verifier of {n} layers has no default (2, n//2, n-3); give three indices")
+        return layers
+    if list(section.layers) != sorted(set(section.layers)) or not all(1 <= i < n for i in section.layers):
+        raise UserError(f"head.layers: {list(section.layers)} must ascend, without repeats, between 1 and {n - 1}")
+    return section.layers
+
+
+def needed_layers(recipe: Recipe, verifier: Verifier) -> tuple[int, ...]:
+    return eagle3_layers(recipe.head, verifier.facts) if isinstance(recipe.head, Eagle3Section) else ()
+
+
+def build_vocabulary(size: int | None, verifier: Verifier, training: Sequence[Sample]) -> torch.Tensor:
+    vocab_size = verifier.facts.vocab_size
+    if size is None:
+        return torch.arange(vocab_size)
+    pinned = {*verifier.facts.stop_ids, *verifier.tokenizer.all_special_ids}
+    chosen = choose_vocabulary(((s.ids, s.mask) for s in training), size, vocab_size, pinned)
+    say(f"draft vocabulary: {size} of {vocab_size} tokens, {chosen.coverage:.2%} of the supervised ones")
+    return torch.tensor(chosen.ids)

@@ -1,0 +1,73 @@
+"""`headstart eval`, `lossless`, `report`: what is measured of a run."""
+
+import json
+import os
+import sys
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .cli_options import Json, Overrides, check_run, show
+
+app = typer.Typer()
+
+
+@app.command(name="eval")
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run folder.")], overrides: Overrides = None, as_json: Json = False
+) -> None:
+    """Measure a trained head on held-out prompts.
+
+    Exits with 1 when an answer differs from the verifier's own greedy decoding.
+    """
+    check_run(run)
+    from .jobs import evaluate
+
+    with redirect_stdout(sys.stderr):  # progress must not mix with the results
+        evaluate(run, overrides or [])
+    evaluation = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+    from .tables import results_table
+
+    show(evaluation if as_json else results_table(evaluation))
+    if any(result["identical_to_greedy"] is False for result in evaluation["results"]):
+        raise typer.Exit(1)
+
+
+@app.command()
+def lossless(
+    run: Annotated[Path | None, typer.Argument(help="A run folder, to test its own verifier and head too.")] = None,
+    tokens: Annotated[int, typer.Option(min=1000, help="Sampled tokens of the run's test; takes its time.")] = 50_000,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of random models, trees and samples.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Prove that decoding with drafts is lossless.
+
+    Exits with 1 when a gate fails: a rule is not exact, a wrong rule is not caught, a text is not the verifier's.
+    """
+    if run is not None:
+        check_run(run)
+    from .jobs import lossless
+    from .tables import gates_table
+
+    with redirect_stdout(sys.stderr):
+        gates = list(lossless(run, tokens, seed))
+    show({"gates": [asdict(gate) for gate in gates]} if as_json else gates_table(gates))
+    if not all(gate.passed for gate in gates):
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders to compare.")],
+    output: Annotated[Path | None, typer.Option(help="Default: report.html in the run folder, or beside several.")] = None,
+) -> None:
+    """Write one HTML page about one or more runs."""
+    for run in runs:
+        check_run(run)
+    from .evaluation.report import write_report
+
+    folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.absolute().parent for run in runs]))
+    print(write_report(runs, output or folder / "report.html"))

@@ -1,0 +1,50 @@
+"""Run folders: whose recipe one holds, and its head with the verifier it was trained for."""
+
+from pathlib import Path
+from typing import Any
+
+from .build import build_judge
+from .errors import UserError
+from .heads.base import DraftHead, check_fits
+from .heads.files import write_text
+from .heads.hub import load_head
+from .heads.verifier import Verifier
+from .training.recipe import Recipe, load_recipe, recipe_yaml
+
+START = "start"  # in a run folder: an imported head that training goes on from
+
+
+def open_run(run_folder: Path) -> tuple[Recipe, DraftHead, Verifier]:
+    """The recipe, the head and the verifier of a run, which must fit together."""
+    recipe = load_recipe(run_folder / "recipe.yaml")
+    head = load_head(run_folder / "head")
+    verifier = build_judge(recipe)
+    check_fits(head.config, verifier.facts, verifier.name)
+    return recipe, head.to(verifier.device), verifier
+
+
+def claim(run_folder: Path, recipe: Recipe) -> None:
+    """Write recipe.yaml, or check that the folder's recipe is this one."""
+    check_claim(run_folder, recipe)
+    if not (run_folder / "recipe.yaml").exists():
+        write_text(run_folder / "recipe.yaml", recipe_yaml(recipe))
+
+
+def check_claim(run_folder: Path, recipe: Recipe) -> None:
+    """Refuse a folder that holds another recipe's run, or something else."""
+    path = run_folder / "recipe.yaml"
+    if path.exists():
+        if differing := differences(load_recipe(path).model_dump(), recipe.model_dump()):
+            raise UserError(f"{run_folder} holds a run of another recipe ({'; '.join(differing)}); choose another run folder "
+                            "or delete it")  # fmt: skip
+        return
+    if run_folder.exists() and any(run_folder.iterdir()):
+        raise UserError(f"{run_folder} is not empty and no run folder (no recipe.yaml in it); choose another")
+
+
+def differences(there: Any, here: Any, key: str = "") -> list[str]:
+    """Dotted keys whose values differ, with both."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = [*there, *(name for name in here if name not in there)]
+        return [d for name in keys for d in differences(there.get(name), here.get(name), f"{key}.{name}".lstrip("."))]
+    return [] if there == here else [f"{key}: {there} there, {here} here"]

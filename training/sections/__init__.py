@@ -1,0 +1,1 @@
+"""The sections of a recipe, a file each. Nothing here imports torch."""

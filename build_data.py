@@ -89,9 +89,10 @@ def build_features(
     layers: Sequence[int],
     known: Sequence[Features | None] | None,
 ) -> FeatureSource:
+    row_tokens = max(len(sample.ids) for sample in training) if recipe.data.packing else None
     if recipe.data.features == "online":
-        return OnlineFeatures(verifier, training, layers)
+        return OnlineFeatures(verifier, training, layers, row_tokens)
     missing = [sample for i, sample in enumerate(training) if known is None or known[i] is None]
     tokens = sum(len(sample.ids) for sample in missing)
     with progress_bar("verifier reads the samples", tokens, unit="tokens") as bar:
-        return MemoryFeatures(verifier, training, layers, 2048, known, bar)
+        return MemoryFeatures(verifier, training, layers, 2048, known, bar, row_tokens)

@@ -58,6 +58,7 @@ def test_defaults(write: Any) -> None:
             "answers": "keep",
             "answer_tokens": 256,
             "answer_batch": 64,
+            "packing": False,
             "features": "online",
         },
         "head": {

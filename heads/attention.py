@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-SCORES = 2**22  # scores in memory at once (16 MiB): a few hundred rows of a small model, a few dozen of a large one
+SCORES = 2**20  # in memory at once (4 MiB): what a core's cache holds, and more pieces skip more of what causality hides
+TIMES_ON_GPU = 32  # where a piece costs its kernels' launches
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ def sight(first: Tensor, last: Tensor, real: Tensor, heads: int) -> Sight:
     lows = first.where(real, largest).amin(0).tolist() if batch and rows else []
     highs = last.where(real, -1).amax(0).tolist() if batch and rows else []
     pieces, start, width = [], 0, max(highs, default=0) + 1
+    limit = SCORES if first.device.type == "cpu" else SCORES * TIMES_ON_GPU
     while start < rows:
-        stop = min(rows, start + max(1, SCORES // (batch * heads * max(width, 1))))
+        stop = min(rows, start + max(1, limit // (batch * heads * max(width, 1))))
         low, high = min(lows[start:stop]), max(highs[start:stop]) + 1
         pieces.append((slice(start, stop), slice(low, high) if low < high else slice(0, 1)))
         start = stop

@@ -60,7 +60,7 @@ def by_steps(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, first: Tensor) -> li
     return found
 
 
-@pytest.mark.parametrize("scores", [1, 300, 2**22])
+@pytest.mark.parametrize("scores", [1, 300, 2**20])
 @pytest.mark.parametrize("lengths", [[[17]], [[9], [17]], [[4, 1, 8, 4], [17]]], ids=["one", "ragged", "packed"])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_values_and_gradients_equal_one_dense_softmax(

@@ -69,6 +69,12 @@ def read_facts(model: PreTrainedModel, lm_head: nn.Linear) -> Facts:
             raise UserError(f"verifier {config.model_type}: hidden size {hidden} is not divisible by {heads} heads and no "
                             "head_dim is given")  # fmt: skip
         head_dim = hidden // heads
+    if getattr(config, "max_position_embeddings", None) is None:
+        raise UserError(f"verifier {config.model_type}: its configuration names no max_position_embeddings; not supported")
+    sizes = [module.weight.shape[1] for module in (model.get_input_embeddings(), lm_head)]
+    if sizes != [hidden, hidden]:
+        raise UserError(f"verifier {config.model_type}: hidden states of {hidden}, but embeddings of {sizes[0]} and an "
+                        f"lm_head for {sizes[1]}; not supported")  # fmt: skip
     rope = getattr(config, "rope_parameters", None) or None
     if rope is not None and "rope_type" not in rope:  # one set of parameters a kind of layer (Gemma 3)
         rope = rope.get("full_attention") or next(iter(rope.values()))

@@ -66,6 +66,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {"intermediate_size": 64}),
     "mixtral": ("mixtral", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("qwen3_moe", GROUPED | EXPERTS | {"head_dim": 8, "num_experts": 4, "decoder_sparse_step": 1}),
+    "llama_biased": ("llama", GROUPED | {"attention_bias": True, "mlp_bias": True}),
+    "llama_tied": ("llama", GROUPED | {"tie_word_embeddings": True}),
+    "llama_wide": ("llama", GROUPED | {"head_dim": 12}),
+    "phi": ("phi", GROUPED | {"partial_rotary_factor": 0.5}),  # its lm_head has a bias
+    "cohere2": ("cohere2", GROUPED | {"sliding_window": 6, "layer_types": HYBRID, "logit_scale": 0.25}),
+    "olmo3": ("olmo3", GROUPED | {"sliding_window": 6, "layer_types": HYBRID}),
+    "gpt_oss": ("gpt_oss", GROUPED | {"head_dim": 8, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2,
+                                      "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "deepseek_v3": ("deepseek_v3", {"num_key_value_heads": 4, "intermediate_size": 64, "head_dim": 4, "n_routed_experts": 4,
+                                    "moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+                                    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+                                    "v_head_dim": 8, "first_k_dense_replace": 1}),
 }  # fmt: skip
 
 
@@ -73,7 +85,8 @@ def build_verifier(family: str, seed: int = 0, **overrides: Any) -> Verifier:
     """A random model of a family as a Verifier; `overrides` go into its config."""
     model_type, own = FAMILIES[family]
     config = AutoConfig.for_model(model_type, **SIZES | own | overrides)
-    attention = "eager" if getattr(config, "attn_logit_softcapping", None) is not None else "sdpa"
+    unfused = model_type == "gpt_oss" or getattr(config, "attn_logit_softcapping", None) is not None
+    attention = "eager" if unfused else "sdpa"
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)

@@ -21,6 +21,9 @@ from headstart.heads.generate import generate
 from headstart.heads.verifier import Features, Verifier
 
 FAMILIES = ["llama", "qwen3", "gpt2", "gemma2", "mistral"]
+MORE_FAMILIES = ["llama3rope", "llama_biased", "llama_tied", "llama_wide", "qwen2", "qwen2_hybrid", "qwen3_moe", "mixtral",
+                 "gemma", "gemma3", "phi", "phi3", "stablelm", "gpt_neox", "granite", "cohere", "cohere2", "olmo2", "olmo3",
+                 "gpt_oss", "deepseek_v3"]  # fmt: skip
 TREES: dict[str, AnyTree] = {
     "chain": chain(3),
     "static": StaticTree([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 1], [0, 0, 0], [0, 1, 0], [2, 1, 1]]),
@@ -241,7 +244,7 @@ def test_case_30_greedy_parity(family: str, kind: str, tiny: Callable[..., Verif
         assert tokens_of(speculate(verifier, head, tree, prompts, 64)[0]) == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in MORE_FAMILIES)])
 def test_case_30_parity_with_deep_acceptance(family: str, tiny: Callable[..., Verifier]) -> None:
     """The true token is sometimes the first child, sometimes the third, sometimes none."""
     verifier = stopping_at(tiny(family))

@@ -16,7 +16,8 @@ from headstart.heads.verifier import Features, Verifier
 
 Build = Callable[..., Any]
 FAMILIES = ["llama", "llama3rope", "qwen2", "qwen2_hybrid", "qwen3", "gpt2", "gemma2", "gemma3", "mistral", "granite",
-            "cohere", "olmo2", "phi3", "stablelm", "gpt_neox", "mixtral", "qwen3_moe"]  # fmt: skip
+            "cohere", "cohere2", "olmo2", "olmo3", "phi", "phi3", "stablelm", "gpt_neox", "mixtral", "qwen3_moe", "gpt_oss",
+            "deepseek_v3"]  # fmt: skip
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("tiny_medusa", {}),
     "medusa_soft": ("tiny_medusa", {"targets": "soft", "lm_head": "shared"}),

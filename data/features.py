@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..heads.adapters import Adapter
 from ..heads.base import Batch, shifted
 from ..heads.verifier import Features, Verifier
 from .chat import Sample
@@ -29,6 +30,17 @@ class OnlineFeatures(FeatureSource):
     def load(self, indices: Sequence[int]) -> tuple[Batch, Features]:
         batch = collate([self.samples[i] for i in indices], self.verifier.device)
         return batch, compute(self.verifier, batch, self.layers)
+
+
+class OriginalFeatures(FeatureSource):
+    """Of a verifier whose adapter is being trained, the features without the adapter: what it must not lose."""
+
+    def __init__(self, source: FeatureSource, adapter: Adapter) -> None:
+        self.source, self.adapter = source, adapter
+
+    def load(self, indices: Sequence[int]) -> tuple[Batch, Features]:
+        with self.adapter.off():
+            return self.source.load(indices)
 
 
 class MemoryFeatures(FeatureSource):
@@ -68,12 +80,7 @@ class MemoryFeatures(FeatureSource):
 def compute(verifier: Verifier, batch: Batch, layers: Sequence[int]) -> Features:
     """Features of a batch, with the verifier's own choice wherever the next token is an answer's."""
     features = verifier.features(batch.ids, layers)
-    wanted = shifted(batch.mask, 1, False)
-    choice = torch.full_like(batch.ids, -1)
-    rows = [verifier.logits(part).argmax(-1) for part in features.last[wanted].split(512)]
-    if rows:
-        choice[wanted] = torch.cat(rows)
-    return Features(features.last, features.layers, choice)
+    return Features(features.last, features.layers, verifier.choices(features.last, shifted(batch.mask, 1, False)))
 
 
 def crop(features: Features, row: int, length: int) -> Features:

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from headstart.build_start import start_from
 from headstart.errors import UserError
 from headstart.heads.hub import load_head, save_head
-from headstart.jobs import start_from
 from headstart.training.recipe import Recipe, load_recipe, recipe_yaml
 
 Build = Callable[..., Any]

@@ -18,6 +18,7 @@ from .heads.facts import Facts
 from .heads.medusa import MedusaConfig, MedusaHead
 from .heads.medusa2 import AdaptedMedusa, Together
 from .heads.mtp import MtpConfig, MtpHead, new_mtp
+from .heads.own_mtp import fill, has_bias, read_own_modules
 from .heads.verifier import Verifier
 from .progress import say
 from .training.recipe import Recipe
@@ -83,12 +84,17 @@ def build_eagle1(section: Eagle1Section, verifier: Verifier, training: Sequence[
 
 
 def build_mtp(section: MtpSection, verifier: Verifier, training: Sequence[Sample]) -> MtpHead:
+    count = 1 if section.form == "recursive" else section.depth
+    modules = [] if section.start is None else read_own_modules(verifier, count)
     ids = build_vocabulary(section.vocabulary, verifier, training)
-    own = section.model_dump(exclude={"vocabulary", "decay", "start"})
+    own = section.model_dump(exclude={"vocabulary", "decay", "start"}) | layer_sizes(verifier.facts, len(ids))
     decay = section.decay or (0.6 if section.form == "recursive" else 1.0)
-    head = new_mtp(MtpConfig(**own, decay=decay, **layer_sizes(verifier.facts, len(ids))), ids).to(verifier.device)
-    head.initialise(verifier)
-    return head
+    head = new_mtp(MtpConfig(**own, decay=decay, attention_bias=bool(modules) and has_bias(modules)), ids)
+    if modules:
+        fill(head, modules, verifier)
+    else:
+        head.initialise(verifier)
+    return head.to(verifier.device)
 
 
 def build_eagle3(section: Eagle3Section, verifier: Verifier, training: Sequence[Sample], source: FeatureSource) -> Eagle3Head:

@@ -24,7 +24,7 @@ RECIPES_OWN = {"kind", "start", "adapter"}  # fields that no head's configuratio
 
 def read_start(section: HeadSection, verifier: Verifier) -> DraftHead | None:
     """The head that `head.start` names, None where it names none."""
-    if section.start is None:
+    if section.start is None or section.kind == "mtp":  # a verifier's own modules are no head yet
         return None
     folder = Path(section.start).expanduser()
     head = load_head(folder) if is_own(folder) else read_head(folder, verifier, "vllm")

@@ -80,7 +80,12 @@ class MemoryFeatures(FeatureSource):
 def compute(verifier: Verifier, batch: Batch, layers: Sequence[int]) -> Features:
     """Features of a batch, with the verifier's own choice wherever the next token is an answer's."""
     features = verifier.features(batch.ids, layers)
-    return Features(features.last, features.layers, verifier.choices(features.last, shifted(batch.mask, 1, False)))
+    wanted = shifted(batch.mask, 1, False)
+    choice = torch.full_like(batch.ids, -1)
+    rows = [verifier.logits(part).argmax(-1) for part in features.last[wanted].split(512)]
+    if rows:
+        choice[wanted] = torch.cat(rows)
+    return Features(features.last, features.layers, choice)
 
 
 def crop(features: Features, row: int, length: int) -> Features:

@@ -8,7 +8,7 @@ Shapes: B rows, T tokens, K heads, d hidden size, N supervised rows.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -63,23 +63,35 @@ class AdaptedMedusa(MedusaHead):
     def save_beside(self, folder: Path) -> None:
         self.adapter.save(folder / ADAPTER)
 
+    @property
+    def together_now(self) -> bool:
+        """Whether stage 2 has begun."""
+        return self.share >= self.together.heads_only
+
+    def supervised(self, batch: Batch, features: Features) -> Tensor:
+        """Of the heads, and last of the verifier itself [K + 1, B, T]: where the next token is an answer's, in stage 2."""
+        own = shifted(batch.mask, 1, False) & self.together_now
+        return torch.cat([super().supervised(batch, features), own[None]])
+
     def loss(self, batch: Batch, features: Features, verifier: Verifier) -> HeadLoss:
-        """features: of the verifier without its adapter. The last term is the verifier's own, which stage 1 does not have."""
-        if self.share < self.together.heads_only:
-            heads = super().loss(batch, features, verifier)
-            nothing = heads.counts.new_zeros(1)
-            return joined(heads, 1.0, heads.sums.new_zeros(1), nothing, nothing)
-        following = shifted(batch.mask, 1, False)
+        """features: of the verifier without its adapter. The last term is the verifier's own, which stage 1 does not have.
+
+        Soft targets are those of the adapted verifier; which of them a pruned vocabulary leaves out, the original decides.
+        """
+        *_, following = supervised = self.supervised(batch, features)
+        if not self.together_now:
+            heads = self.heads_loss(batch, features, verifier, supervised[:-1])
+            return joined(heads, 1.0, heads.sums.new_zeros(1), heads.correct.new_zeros(1), heads.counts.new_zeros(1))
         with self.adapter.dropping():
             last = verifier.features(batch.ids, learning=True).last
-        heads = super().loss(batch, Features(last, last[..., :0], verifier.choices(last.detach(), following)), verifier)
+        heads = self.heads_loss(batch, replace(features, last=last), verifier, supervised[:-1])
         own, hits = self.own_loss(batch, features.last, last, following, verifier)
-        return joined(heads, self.together.weight_at(self.share), own, following.sum()[None], hits[None])
+        return joined(heads, self.together.weight_at(self.share), own, hits, following.sum()[None])
 
     def own_loss(
         self, batch: Batch, original: Tensor, adapted: Tensor, following: Tensor, verifier: Verifier
     ) -> tuple[Tensor, Tensor]:
-        """The verifier's own term [1], a sum, and how often its first choice is the label's (or the original's).
+        """The verifier's own term [1], a sum, and how often [1] its first choice is the label's (or the original's).
 
         original, adapted: [B, T, d], final states without and with the adapter; following: bool [B, T], where the next token is
         an answer's.
@@ -95,11 +107,11 @@ class AdaptedMedusa(MedusaHead):
 
         one = torch.ones(1, dtype=torch.promote_types(adapted.dtype, torch.float32), device=adapted.device)
         loss, _, hits = chunked_terms(adapted[following], terms, one)
-        return loss[None], hits
+        return loss[None], hits[None]
 
 
-def joined(heads: HeadLoss, weight: float, own: Tensor, count: Tensor, hits: Tensor) -> HeadLoss:
-    """The heads' terms, weighted, and behind them the verifier's own."""
+def joined(heads: HeadLoss, weight: float, own: Tensor, hits: Tensor, count: Tensor) -> HeadLoss:
+    """The heads' terms, weighted, and behind them the verifier's own: its sum, hits and labels."""
     return HeadLoss(
         torch.cat([heads.sums, own]),
         torch.cat([heads.counts, count]),

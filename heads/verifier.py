@@ -133,15 +133,6 @@ class Verifier:
             last = self.decoder(input_ids=ids, use_cache=False).last_hidden_state
         return Features(last, concatenate(states, last))
 
-    @torch.no_grad()
-    def choices(self, last: Tensor, wanted: Tensor) -> Tensor:
-        """Its own next tokens [B, T] after the `wanted` [B, T] final states of `last` [B, T, d], -1 elsewhere."""
-        choice = torch.full(wanted.shape, -1, dtype=torch.long, device=last.device)
-        rows = [self.logits(part).argmax(-1) for part in last[wanted].split(512)]
-        if rows:
-            choice[wanted] = torch.cat(rows)
-        return choice
-
     def attach(self, adapter: Adapter) -> None:
         """Take in an adapter that was just put into the model, to be trained; the fingerprint stays the original's."""
         assert self.adapter is None

@@ -108,5 +108,12 @@ class MtpSection(Section):
         default=None, description="verifier: go on from the modules that the verifier brings itself; null is new ones"
     )
 
+    @field_validator("start")
+    @classmethod
+    def _of_this_form(cls, start: str | None, info: ValidationInfo) -> str | None:
+        if start is not None and info.data.get("form") == "parallel":
+            raise ValueError("a verifier's own modules read tokens: form must be sequential or recursive")
+        return start
+
 
 HeadSection = Annotated[MedusaSection | Eagle1Section | Eagle3Section | MtpSection, Field(discriminator="kind")]

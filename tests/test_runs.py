@@ -1,4 +1,4 @@
-"""Runs whose verifier has an adapter, given (`verifier.adapter`) or learned beside the head (Medusa-2), from recipe to export."""
+"""Runs whose verifier has an adapter, given (`verifier.adapter`) or learned (Medusa-2), and runs with `head.start`."""
 
 import json
 import shutil
@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from headstart.export.layout import Order
+from headstart.export.write import write_export
 from headstart.heads.adapters import new_adapter
-from headstart.heads.hub import load_head
+from headstart.heads.hub import load_head, save_head
 from headstart.heads.verifier import Verifier
 from headstart.training.checkpoint import Checkpoints
 
@@ -89,7 +91,7 @@ def write(base: Path, tmp_path: Path) -> Callable[..., Path]:
         }
         for name, value in changes.items():
             section, _, key = name.partition("__")
-            recipe[section] |= {key: value}
+            recipe[section] = recipe[section] | {key: value} if key else value
         path = tmp_path / "recipe.yaml"
         path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
         return path
@@ -230,3 +232,85 @@ def test_one_adapter_at_a_time(write: Build, lora: Path, tmp_path: Path) -> None
     told = refused("train", recipe, "--run-folder", tmp_path / "run")
     assert "Target modules {'query'} not found" in told
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def publish(base: Path, tmp_path: Path, tiny_medusa: Build, tiny_eagle1: Build, tiny_eagle3: Build) -> Callable[..., Path]:
+    """`publish(kind, **config)`: a folder with a random head in vLLM's layout; the same head, as it is saved here, in own/."""
+
+    def export(kind: str, **config: Any) -> Path:
+        verifier = Verifier.load(str(base), device="cpu")
+        head = {"medusa": tiny_medusa, "eagle1": tiny_eagle1, "eagle3": tiny_eagle3}[kind](verifier, **config)
+        if kind == "eagle3":
+            head.input_scale.fill_(1.0)
+        write_export(Order(head, verifier, "owner/base", torch.float32), "vllm", tmp_path / f"published_{kind}")
+        save_head(head, tmp_path / "own" / kind)
+        return tmp_path / f"published_{kind}"
+
+    return export
+
+
+SOME = torch.tensor([0, 1, *range(40, 120)])
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "eagle3": {"layers": (1, 2, 3), "target_ids": SOME},
+    "eagle1": {},
+    "medusa": {"heads": 3, "blocks": 2, "target_ids": SOME},
+}
+SLOW = {"training__steps": 1, "training__learning_rate": 1e-9, "training__warmup": 0.0}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_training_starts_from_a_published_head(kind: str, publish: Build, write: Build, tmp_path: Path) -> None:
+    """Its layers, blocks and vocabulary map are in the folder, not in the recipe; so are its weights."""
+    folder = publish(kind, **PUBLISHED[kind])
+    given = load_head(tmp_path / "own" / kind)
+    for source in (folder, tmp_path / "own" / kind):
+        run, learning = tmp_path / "runs" / source.name, {"decay": 0.5} if kind == "medusa" else {"depth": 2}
+        trained = headstart("train", write(head={"kind": kind, "start": str(source), **learning}, **SLOW), "--run-folder", run)
+        assert trained.code == 0, trained.err
+        assert "draft vocabulary: " not in trained.err  # none was chosen anew
+        after = load_file(run / "checkpoints" / "step-1" / "head.safetensors")
+        assert after.keys() == given.state_dict().keys()
+        for name, tensor in given.state_dict().items():
+            assert torch.allclose(tensor, after[name], atol=1e-6), name
+        assert any(not torch.equal(tensor, after[name]) for name, tensor in given.state_dict().items())
+        config = load_head(run / "head").config
+        made_of, value = {"eagle3": ("layers", (1, 2, 3)), "medusa": ("blocks", 2), "eagle1": ("noise", 0.1)}[kind]
+        assert getattr(config, made_of) == value
+        assert {name: getattr(config, name) for name in learning} == learning
+        again = headstart("train", run / "recipe.yaml", "--run-folder", run)  # every default spelled out
+        assert again.code == 0, again.err
+
+
+def test_medusa_2_starts_from_a_published_head(publish: Build, write: Build, tmp_path: Path) -> None:
+    folder = publish("medusa", **PUBLISHED["medusa"])
+    section = {"kind": "medusa", "start": str(folder), "adapter": LEARNED | {"heads_only": 0.0}}
+    trained = headstart("train", write(head=section), "--run-folder", tmp_path / "run")
+    assert trained.code == 0, trained.err
+    head, given = load_head(tmp_path / "run" / "head"), load_head(tmp_path / "own" / "medusa")
+    assert torch.equal(head.target_ids, given.target_ids)
+    weights = load_file(tmp_path / "run" / "head" / "adapter" / "adapter_model.safetensors")
+    assert any(tensor.abs().max() > 0 for name, tensor in weights.items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize(("section", "reason"), [
+    ({"kind": "medusa"}, "head.kind: medusa in the recipe, eagle3 in {folder}; it cannot change"),
+    ({"draft_vocabulary": 50}, "head: the recipe asks for 50 tokens, the head in {folder} drafts 82; the vocabulary of an "
+     "imported head stays"),
+    ({"layers": [1, 2]}, "head.layers: (1, 2) in the recipe, (1, 2, 3) in {folder}; it cannot change"),
+    ({"start": "/nowhere/at/all"}, "/nowhere/at/all: no such folder"),
+])  # fmt: skip
+def test_a_start_that_does_not_fit_is_one_line(
+    section: dict[str, Any], reason: str, publish: Build, write: Build, tmp_path: Path
+) -> None:
+    folder = publish("eagle3", **PUBLISHED["eagle3"])
+    recipe = write(head={"kind": "eagle3", "start": str(folder)} | section)
+    assert refused("train", recipe, "--run-folder", tmp_path / "run") == reason.format(folder=folder)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_started_head_may_be_less_deep_than_the_trees(publish: Build, write: Build, tmp_path: Path) -> None:
+    folder = publish("medusa", heads=2)
+    recipe = write(head={"kind": "medusa", "start": str(folder)})
+    told = refused("train", recipe, "--run-folder", tmp_path / "run")
+    assert told == "evaluation.trees: a chain tree of depth 3 is deeper than the head, which has 2"

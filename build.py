@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from .data.chat import prompt_ids
+from .data.chat import Sample, prompt_ids, samples
 from .data.conversations import Conversation, spread
+from .data.skips import Skips
 from .errors import UserError
 from .evaluation.evaluate import Evaluator, Prompt
 from .evaluation.sampling import Sampling
@@ -14,8 +15,10 @@ from .training.sections.tree import ChainSection, DynamicSection, StaticSection
 from .training.trainer import Settings
 
 
-def build_verifier(recipe: Recipe) -> Verifier:
-    return Verifier.load(recipe.verifier.model, recipe.verifier.dtype, recipe.verifier.device)
+def build_verifier(recipe: Recipe, dtype: str | None = None) -> Verifier:
+    """dtype: of its weights, in place of the recipe's."""
+    section = recipe.verifier
+    return Verifier.load(section.model, dtype or section.dtype, section.device, section.adapter, section.bits)
 
 
 def build_judge(recipe: Recipe, verifier: Verifier | None = None) -> Verifier:
@@ -23,7 +26,7 @@ def build_judge(recipe: Recipe, verifier: Verifier | None = None) -> Verifier:
     dtype = recipe.evaluation.dtype or recipe.verifier.dtype
     if verifier is not None and (recipe.evaluation.dtype is None or f"torch.{dtype}" == str(verifier.dtype)):
         return verifier
-    return Verifier.load(recipe.verifier.model, dtype, recipe.verifier.device)
+    return build_verifier(recipe, dtype)
 
 
 def build_settings(recipe: Recipe) -> Settings:
@@ -70,3 +73,16 @@ def build_evaluator(recipe: Recipe, verifier: Verifier, conversations: Sequence[
             raise UserError(f"evaluation: prompt {prompt.id} has {len(prompt.ids)} tokens; with max_new_tokens="
                             f"{section.max_new_tokens} it passes the verifier's limit of {limit}")  # fmt: skip
     return Evaluator(verifier, prompts, section.max_new_tokens, section.batch, section.timing_prompts, section.timing_repeats)
+
+
+def build_texts(recipe: Recipe, evaluator: Evaluator, conversations: Sequence[Conversation]) -> list[Sample]:
+    """Held-out answers of the kind that the recipe trains on: the files', or the verifier's own of before it had an adapter."""
+    verifier, prompts = evaluator.verifier, evaluator.prompts
+    assert verifier.adapter is not None
+    answered = [c for c in conversations if any(message["role"] == "assistant" for message in c.messages)]
+    if recipe.data.answers == "keep" and answered:
+        return list(samples(verifier.tokenizer, answered, recipe.data.max_length, Skips()))
+    with verifier.adapter.off():
+        answers, _ = evaluator.decode(None, chain(0), prompts, evaluator.batch)
+    pairs = [(prompt.ids, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
+    return [Sample(ids + tokens, [False] * len(ids) + [True] * len(tokens)) for ids, tokens in pairs]

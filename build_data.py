@@ -17,11 +17,6 @@ from .heads.verifier import Features, Verifier
 from .progress import progress_bar
 from .training.recipe import Recipe
 
-
-def build_verifier(recipe: Recipe) -> Verifier:
-    return Verifier.load(recipe.verifier.model, recipe.verifier.dtype, recipe.verifier.device)
-
-
 PROMPTS = Path(__file__).parent / "data" / "prompts"
 
 

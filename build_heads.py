@@ -5,28 +5,30 @@ from typing import Any
 
 import torch
 
+from .build_start import read_start
 from .data.chat import Sample
 from .data.features import FeatureSource
 from .data.vocabulary import choose_vocabulary
 from .errors import UserError
+from .heads.adapters import new_adapter
 from .heads.base import DraftHead, LayerConfig
 from .heads.eagle1 import Eagle1Config, Eagle1Head
 from .heads.eagle3 import Eagle3Config, Eagle3Head
 from .heads.facts import Facts
 from .heads.medusa import MedusaConfig, MedusaHead
+from .heads.medusa2 import AdaptedMedusa, Together
 from .heads.mtp import MtpConfig, MtpHead, new_mtp
+from .heads.own_mtp import fill, has_bias, read_own_modules
 from .heads.verifier import Verifier
 from .progress import say
 from .training.recipe import Recipe
 from .training.sections.head import Eagle1Section, Eagle3Section, MedusaSection, MtpSection
 
 
-def build_verifier(recipe: Recipe) -> Verifier:
-    return Verifier.load(recipe.verifier.model, recipe.verifier.dtype, recipe.verifier.device)
-
-
 def build_head(recipe: Recipe, verifier: Verifier, training: Sequence[Sample], source: FeatureSource) -> DraftHead:
     torch.manual_seed(recipe.training.seed)
+    if (started := read_start(recipe.head, verifier)) is not None:
+        return started.to(verifier.device)
     if isinstance(recipe.head, MedusaSection):
         return build_medusa(recipe.head, verifier, training)
     if isinstance(recipe.head, Eagle1Section):
@@ -54,6 +56,20 @@ def build_medusa(section: MedusaSection, verifier: Verifier, training: Sequence[
     return head
 
 
+def adapt(recipe: Recipe, verifier: Verifier, head: DraftHead) -> DraftHead:
+    """With `head.adapter`, the head together with a new adapter of the verifier, which has it from now on."""
+    section = recipe.head.adapter if isinstance(recipe.head, MedusaSection) else None
+    if section is None:
+        return head
+    assert isinstance(head, MedusaHead)
+    torch.manual_seed(recipe.training.seed)
+    verifier.attach(new_adapter(verifier.model, verifier.name, section.rank, section.alpha, section.dropout, section.targets))
+    assert verifier.adapter is not None
+    weight = section.weight or (0.01 if section.own == "kl" else 0.2)
+    ramp = section.ramp or ("sine" if section.own == "kl" else "constant")
+    return AdaptedMedusa(head, verifier.adapter, Together(section.heads_only, section.own, weight, ramp, section.rate))
+
+
 def layer_sizes(facts: Facts, vocabulary: int) -> dict[str, Any]:
     """The fields of a LayerConfig: decoder layers of the verifier's sizes."""
     return {name: getattr(facts, name) for name in LayerConfig.model_fields if hasattr(facts, name)} | {
@@ -63,17 +79,22 @@ def layer_sizes(facts: Facts, vocabulary: int) -> dict[str, Any]:
 
 def build_eagle1(section: Eagle1Section, verifier: Verifier, training: Sequence[Sample]) -> Eagle1Head:
     ids = build_vocabulary(section.vocabulary, verifier, training)
-    own = section.model_dump(exclude={"vocabulary"})
+    own = section.model_dump(exclude={"vocabulary", "start"})
     return Eagle1Head(Eagle1Config(**own, **layer_sizes(verifier.facts, len(ids))), ids).to(verifier.device)
 
 
 def build_mtp(section: MtpSection, verifier: Verifier, training: Sequence[Sample]) -> MtpHead:
+    count = 1 if section.form == "recursive" else section.depth
+    modules = [] if section.start is None else read_own_modules(verifier, count)
     ids = build_vocabulary(section.vocabulary, verifier, training)
-    own = section.model_dump(exclude={"vocabulary", "decay"})
+    own = section.model_dump(exclude={"vocabulary", "decay", "start"}) | layer_sizes(verifier.facts, len(ids))
     decay = section.decay or (0.6 if section.form == "recursive" else 1.0)
-    head = new_mtp(MtpConfig(**own, decay=decay, **layer_sizes(verifier.facts, len(ids))), ids).to(verifier.device)
-    head.initialise(verifier)
-    return head
+    head = new_mtp(MtpConfig(**own, decay=decay, attention_bias=bool(modules) and has_bias(modules)), ids)
+    if modules:
+        fill(head, modules, verifier)
+    else:
+        head.initialise(verifier)
+    return head.to(verifier.device)
 
 
 def build_eagle3(section: Eagle3Section, verifier: Verifier, training: Sequence[Sample], source: FeatureSource) -> Eagle3Head:
@@ -109,7 +130,11 @@ def eagle3_layers(section: Eagle3Section, facts: Facts) -> tuple[int, ...]:
 
 
 def needed_layers(recipe: Recipe, verifier: Verifier) -> tuple[int, ...]:
-    return eagle3_layers(recipe.head, verifier.facts) if isinstance(recipe.head, Eagle3Section) else ()
+    section = recipe.head
+    if not isinstance(section, Eagle3Section):
+        return ()
+    started = read_start(section, verifier) if section.layers is None else None
+    return eagle3_layers(section, verifier.facts) if started is None else started.needs
 
 
 def build_vocabulary(size: int | None, verifier: Verifier, training: Sequence[Sample]) -> torch.Tensor:

@@ -7,36 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .build import build_evaluator, build_judge, build_samplings, build_settings, build_tree, build_verifier
+from .build import build_evaluator, build_judge, build_samplings, build_settings, build_texts, build_tree, build_verifier
 from .build_data import Conversations, build_conversations, build_samples
-from .build_heads import build_head, needed_layers
+from .build_heads import adapt, build_head, needed_layers
+from .build_start import start_from
 from .data.chat import Sample
-from .data.features import FeatureSource
+from .data.features import FeatureSource, OriginalFeatures
 from .data.packing import batch_plan
 from .errors import UserError
 from .evaluation.evaluate import Evaluator
 from .evaluation.lossless import Gate, own_proof, proof
+from .evaluation.quality import quality
 from .heads.base import DraftHead, check_fits
 from .heads.files import write_text
 from .heads.hub import load_head
+from .heads.medusa2 import AdaptedMedusa
 from .heads.verifier import Verifier
 from .progress import progress_bar, say
 from .provenance import provenance
-from .runs import START, check_claim, claim
-from .training.recipe import Recipe, load_recipe
-from .training.sections.head import HeadSection
+from .runs import START, check_claim, claim, learns_adapter, run_recipe
+from .training.recipe import Recipe
 from .training.trainer import fit
-
-LEARNING = (
-    "depth",
-    "decay",
-    "targets",
-    "loss",
-    "cross_entropy",
-    "top_tokens",
-    "noise",
-    "noise_by_length",
-)  # what a recipe may change of such a head
 
 
 @dataclass
@@ -73,6 +64,12 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
         head = start_from(run_folder / START, recipe.head).to(verifier.device)
     else:
         head = build_head(recipe, verifier, training, workshop.features)
+    check_trees(recipe, head)
+    head = adapt(recipe, verifier, head)
+    features, evaluator = workshop.features, workshop.evaluator
+    if isinstance(head, AdaptedMedusa):  # held against the verifier as it was, judged with the adapter where it learns
+        features = OriginalFeatures(features, head.adapter)
+        evaluator = build_evaluator(recipe, verifier, workshop.conversations.holdout)
     tree = build_tree(recipe.evaluation.trees[0])  # the cheapest look that still decodes for real
     section = recipe.training
     lengths = [len(s.ids) for s in training]
@@ -84,28 +81,20 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     fit(
         head,
         verifier,
-        workshop.features,
+        features,
         plan,
         build_settings(recipe),
         run_folder,
-        lambda h: brief(workshop.evaluator.acceptance(h, tree, section.evaluate_prompts)),
+        lambda h: brief(evaluator.acceptance(h, tree, section.evaluate_prompts)),
     )
 
 
-def start_from(folder: Path, section: HeadSection) -> DraftHead:
-    """An imported head to go on from. The recipe says how it learns; what it is made of, its vocabulary too, stays (C13)."""
-    head = load_head(folder)
-    said = section.model_dump(exclude_none=True)
-    size = said.pop("vocabulary", said.pop("draft_vocabulary", head.config.vocab_size))
-    if size != len(head.target_ids):
-        raise UserError(f"head: the recipe asks for {size} tokens, the head in {folder} drafts {len(head.target_ids)}; the "
-                        "vocabulary of an imported head stays")  # fmt: skip
-    learning = {name: said.pop(name) for name in LEARNING if name in said}
-    for name, value in said.items():
-        if value != getattr(head.config, name):
-            raise UserError(f"head.{name}: {value} in the recipe, {getattr(head.config, name)} in {folder}; it cannot change")
-    head.config = head.config.model_copy(update=learning)
-    return head
+def check_trees(recipe: Recipe, head: DraftHead) -> None:
+    """A head that training goes on from may have other depths than the recipe's section says."""
+    for tree in recipe.evaluation.trees:
+        if head.depth is not None and tree.depth > head.depth:
+            raise UserError(f"evaluation.trees: a {tree.kind} tree of depth {tree.depth} is deeper than the head, which has "
+                            f"{head.depth}")  # fmt: skip
 
 
 def brief(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -114,13 +103,13 @@ def brief(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop | None = None) -> dict[str, Any]:
     """Judge the run's head on the held-out prompts and write evaluation.json. Overrides may change evaluation fields."""
-    recipe = load_recipe(run_folder / "recipe.yaml", overrides)
+    recipe = run_recipe(run_folder, overrides)
     head = load_head(run_folder / "head")
     if workshop is None:
         holdout = build_conversations(recipe).holdout
         evaluator = build_evaluator(recipe, build_judge(recipe), holdout)
     else:
-        evaluator = workshop.evaluator
+        holdout, evaluator = workshop.conversations.holdout, workshop.evaluator
     verifier = evaluator.verifier
     check_fits(head.config, verifier.facts, verifier.name)
     start = time.perf_counter()
@@ -128,12 +117,14 @@ def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop
     results = evaluator.evaluate(head.to(verifier.device), trees, build_samplings(recipe))
     evaluation = {
         "verifier": verifier.name,
+        **({} if verifier.adapter is None else {"adapter": verifier.adapter.name}),
         "head": describe(head),
         "prompts": len(evaluator.prompts),
         "max_new_tokens": evaluator.max_new_tokens,
         "dtype": str(verifier.dtype).removeprefix("torch."),
         "device": str(verifier.device),
         "seconds": round(time.perf_counter() - start, 1),
+        **({"verifier_quality": quality(verifier, build_texts(recipe, evaluator, holdout))} if learns_adapter(recipe) else {}),
         "results": results,
     }
     write_text(run_folder / "evaluation.json", json.dumps(evaluation, indent=1) + "\n")
@@ -144,7 +135,7 @@ def lossless(run_folder: Path | None, tokens: int, seed: int = 0) -> Iterator[Ga
     """Prove the verification rules, and with a run folder that its own verifier and head are decoded without loss."""
     judges: list[Evaluator] = []
     if run_folder is not None:  # bad input shows before the sums are done
-        recipe = load_recipe(run_folder / "recipe.yaml")
+        recipe = run_recipe(run_folder)
         head = load_head(run_folder / "head")
         holdout = build_conversations(recipe).holdout
         verifier = build_verifier(recipe)

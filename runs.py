@@ -1,5 +1,6 @@
 """Run folders: whose recipe one holds, and its head with the verifier it was trained for."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,34 @@ from .errors import UserError
 from .heads.base import DraftHead, check_fits
 from .heads.files import write_text
 from .heads.hub import load_head
+from .heads.medusa2 import ADAPTER
 from .heads.verifier import Verifier
+from .progress import say
 from .training.recipe import Recipe, load_recipe, recipe_yaml
+from .training.sections.head import MedusaSection
 
 START = "start"  # in a run folder: an imported head that training goes on from
 
 
+def run_recipe(run_folder: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a run as its head is to be judged: with the adapter that the verifier learned beside it (Medusa-2)."""
+    recipe = load_recipe(run_folder / "recipe.yaml", overrides)
+    if not learns_adapter(recipe):
+        return recipe
+    adapter = run_folder / "head" / ADAPTER
+    if (run_folder / "head").is_dir() and not adapter.is_dir():
+        raise UserError(f"{adapter}: no such folder; the head was trained with the adapter in it and drafts for nothing else")
+    say(f"the verifier is {recipe.verifier.model} with the adapter in {adapter}, and answers are held against its own")
+    return recipe.model_copy(update={"verifier": recipe.verifier.model_copy(update={"adapter": str(adapter)})})
+
+
+def learns_adapter(recipe: Recipe) -> bool:
+    return isinstance(recipe.head, MedusaSection) and recipe.head.adapter is not None
+
+
 def open_run(run_folder: Path) -> tuple[Recipe, DraftHead, Verifier]:
     """The recipe, the head and the verifier of a run, which must fit together."""
-    recipe = load_recipe(run_folder / "recipe.yaml")
+    recipe = run_recipe(run_folder)
     head = load_head(run_folder / "head")
     verifier = build_judge(recipe)
     check_fits(head.config, verifier.facts, verifier.name)

@@ -32,8 +32,8 @@ def export_run(
     verifier_name: str | None = None,
 ) -> None:
     """Write the run's head as `engine` loads it. verifier_name: its hub id, where the recipe has a folder or a builtin."""
-    recipe, head, verifier = open_run(run_folder)
-    name = public_name(recipe.verifier.model, verifier_name)
+    _, head, verifier = open_run(run_folder)
+    name = public_name(verifier, verifier_name)
     export = write_export(Order(head, verifier, name, getattr(torch, dtype)), engine, output)
     say(f"{output}: a head for {export.engine}; how to serve it is in {output / 'SERVING.md'}")
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..heads.adapters import Adapter
 from ..heads.base import Batch
 from ..heads.verifier import Features, Verifier
 from .chat import Sample
@@ -37,6 +38,17 @@ class OnlineFeatures(FeatureSource):
         samples = [self.samples[i] for i in indices]
         batch = collate(samples, self.verifier.device, self.rows(samples))
         return batch, compute(self.verifier, batch, self.layers)
+
+
+class OriginalFeatures(FeatureSource):
+    """Of a verifier whose adapter is being trained, the features without the adapter: what it must not lose."""
+
+    def __init__(self, source: FeatureSource, adapter: Adapter) -> None:
+        self.source, self.adapter = source, adapter
+
+    def load(self, indices: Sequence[int]) -> tuple[Batch, Features]:
+        with self.adapter.off():
+            return self.source.load(indices)
 
 
 class MemoryFeatures(FeatureSource):

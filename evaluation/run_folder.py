@@ -132,8 +132,25 @@ class Head(Model):
     parameters: int
 
 
+class Quality(Model):
+    """A verifier's, on held-out answers. kl: to the verifier without its adapter, in nats a token."""
+
+    perplexity: float
+    kl: float
+
+
+class VerifierQuality(Model):
+    """Without and with the adapter that it learned beside the head."""
+
+    tokens: int
+    before: Quality
+    after: Quality
+
+
 class Evaluation(Model):
     verifier: str
+    adapter: str | None = None
+    verifier_quality: VerifierQuality | None = None
     head: Head
     prompts: int
     max_new_tokens: int

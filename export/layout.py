@@ -50,11 +50,24 @@ def is_local(name: str) -> bool:
     return local or Path(name).expanduser().exists()
 
 
-def public_name(recipe_name: str, given: str | None) -> str | None:
-    """How engines find the verifier: the name given, else the recipe's where it is a hub id."""
+def public_name(verifier: Verifier, given: str | None) -> str | None:
+    """How engines find the verifier: the name given, else its own where that is a hub id and no adapter makes it another."""
     if given is not None and is_local(given):
         raise UserError(f"--verifier {given}: an export names its verifier by a hub id, never by a path of this machine")
-    return given or (None if is_local(recipe_name) else recipe_name)
+    if verifier.adapter is None:
+        return given or (None if is_local(verifier.name) else verifier.name)
+    if given == verifier.name:
+        raise UserError(f"--verifier {given}: that is the verifier without its adapter; give the hub id of the merged model")
+    return given
+
+
+def adapted(verifier: Verifier) -> str | None:
+    """What to say of a verifier with an adapter: it is neither the base nor found under the base's name."""
+    if verifier.adapter is None:
+        return None
+    base, its = ("" if is_local(name) else f" {name}" for name in (verifier.name, verifier.adapter.name))
+    return (f"The verifier is the base model{base} with the LoRA adapter{its or ' of this run'}: serve the two merged (peft: "
+            "merge_and_unload), for the base alone is another verifier and accepts fewer drafts.")  # fmt: skip
 
 
 def needs_name(order: Order, engine: str) -> str:

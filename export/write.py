@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from ..errors import UserError
 from ..heads.files import replace_folder
 from . import eagle, medusa, sglang, speculators, tensorrt_llm, vllm
-from .layout import PLACEHOLDER, Export, Order, refusal
+from .layout import PLACEHOLDER, Export, Order, adapted, refusal
 
 ENGINES: dict[str, Callable[[Order], Export]] = {
     "vllm": vllm.export,
@@ -69,6 +69,7 @@ def serving(export: Export, order: Order) -> str:
     notes = "".join(f"- {note}\n" for note in (
         f"{head.kind} head for {verifier}, {order.dtype_name}, {size} bytes of tensors.",
         *export.notes,
+        *filter(None, [adapted(order.verifier)]),
         "The verifier decides every token; the head only changes how fast they come.",
     ))  # fmt: skip
     return f"# Serving this draft head\n\nFor {export.engine}:\n\n```\n{export.command}\n```\n{whose}\n{notes}"

@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, M nodes of one tree level, K depths, d hidden size, Q 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -126,6 +127,20 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def depth(self) -> int | None:
         """The deepest tree the head can draft; None where it goes on for ever."""
+
+    def begin_step(self, share: float) -> None:
+        """Told before every optimizer step which share of the run is done."""
+
+    def rate_of(self, name: str) -> float:
+        """What a parameter's learning rate is multiplied with."""
+        return 1.0
+
+    def own_state(self) -> dict[str, Tensor]:
+        """The tensors of the head's own file."""
+        return self.state_dict()
+
+    def save_beside(self, folder: Path) -> None:
+        """Write what belongs into the head's folder besides."""
 
     @abstractmethod
     def supervised(self, batch: Batch, features: Features) -> Tensor:

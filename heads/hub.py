@@ -1,4 +1,4 @@
-"""Save and load draft heads as folders: config.json and model.safetensors, nothing else."""
+"""Save and load draft heads as folders: config.json and model.safetensors, and what a head keeps beside them."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,9 @@ def save_head(head: DraftHead, folder: Path) -> None:
     """Write the head so that a killed process leaves the old folder or the new one, never a mixture."""
 
     def write(target: Path) -> None:
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.own_state().items()}
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        head.save_beside(target)
         (target / "config.json").write_text(json.dumps(head.config.model_dump(mode="json"), indent=2) + "\n")
 
     replace_folder(folder, write)

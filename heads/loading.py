@@ -1,11 +1,19 @@
 """From a verifier's name (hub id, folder, .gguf file, `builtin:`) to its transformers model and tokenizer."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from ..errors import UserError
@@ -29,20 +37,32 @@ def resolve(spec: str) -> dict[str, str]:
     return {"pretrained_model_name_or_path": str(path) if path.is_dir() else spec}
 
 
-def load_model(spec: str, dtype: str | torch.dtype, device: str) -> PreTrainedModel:
+def load_model(spec: str, dtype: str | torch.dtype, device: str, bits: int | None = None) -> PreTrainedModel:
     """The transformers model of a verifier's name, on its device. Raises UserError when it cannot be loaded as it is."""
     place = resolve_device(device)
     source = resolve(spec)
+    quantised = {} if bits is None else quantisation(bits, resolve_dtype(dtype, place), place, spec)
     try:
         config = None if "gguf_file" in source else load_config(source)
-        options = {"attn_implementation": "eager"} if needs_eager(config) else {}
+        options = quantised | ({"attn_implementation": "eager"} if needs_eager(config) else {})
         model, info = AutoModelForCausalLM.from_pretrained(
             **source, dtype=resolve_dtype(dtype, place), output_loading_info=True, **options
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(f"verifier {spec}: cannot be loaded: {first_line(error)}") from error
     check_complete(model, info, spec)
-    return model.to(place)
+    return model if quantised else model.to(place)
+
+
+def quantisation(bits: int, dtype: torch.dtype, place: torch.device, spec: str) -> dict[str, Any]:
+    """The from_pretrained arguments of bitsandbytes weights: 4 (nf4, as QLoRA) or 8 bits, all but the lm_head."""
+    if place.type != "cuda":
+        raise UserError(f"verifier {spec}: bits: {bits} needs a CUDA device, this is {place}; leave verifier.bits out")
+    if find_spec("bitsandbytes") is None:
+        raise UserError(f"verifier {spec}: bits: {bits} needs bitsandbytes; install it with: pip install bitsandbytes")
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+    config = BitsAndBytesConfig(**(four if bits == 4 else {"load_in_8bit": True}))
+    return {"quantization_config": config, "device_map": {"": place}}
 
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:

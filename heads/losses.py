@@ -19,7 +19,8 @@ class HeadLoss:
     """Loss terms of one batch, a term for each depth k, as sums so that several batches can share one normalisation.
 
     sums: [K] with gradients; counts: [K] supervised labels behind each sum; correct: [K] labels that the head's first
-    choice hit; weights: [K], the decay of the total; parts: [K] each, what `sums` is a mixture of, if it is one, for the log.
+    choice hit; weights: [K], the decay of the total; parts: [K] each, what `sums` is a mixture of, if it is one, for the log;
+    last_is_verifier: the last term is no depth but the verifier's own (Medusa-2).
     """
 
     sums: Tensor
@@ -27,6 +28,7 @@ class HeadLoss:
     correct: Tensor
     weights: Tensor
     parts: dict[str, Tensor] = field(default_factory=dict)
+    last_is_verifier: bool = False
 
     def total(self, counts: Tensor | None = None) -> Tensor:
         """Σ_k weight_k · sum_k / count_k, exactly 0.0 where nothing is supervised.

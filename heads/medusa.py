@@ -95,7 +95,9 @@ class MedusaHead(DraftHead):
         )
 
     def loss(self, batch: Batch, features: Features, verifier: Verifier) -> HeadLoss:
-        supervised = self.supervised(batch, features)
+        return self.heads_loss(batch, features, verifier, self.supervised(batch, features))
+
+    def heads_loss(self, batch: Batch, features: Features, verifier: Verifier, supervised: Tensor) -> HeadLoss:
         outputs = self.output_weights(verifier)
         wanted, index = target_rows(supervised)
         targets = self.targets(batch, features, verifier, wanted)

@@ -29,6 +29,7 @@ class MtpConfig(LayerConfig):
     depth: int  # modules; of the recursive form: steps it is trained for
     decay: float
     weight: float  # λ
+    attention_bias: bool = False  # of queries, keys and values, where the modules are a verifier's that has it
 
 
 class Block(nn.Module):
@@ -42,6 +43,10 @@ class Block(nn.Module):
             self.embedding_norm = nn.RMSNorm(d, eps)
             self.proj = nn.Linear(2 * d, d, bias=False)
         self.layer = config.layer(d, ("input_layernorm",))
+        if config.attention_bias:
+            attention = self.layer.self_attn
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+                projection.bias = nn.Parameter(torch.zeros(projection.out_features))
         self.norm = nn.RMSNorm(d, eps)
 
     def join(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

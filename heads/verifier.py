@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UserError
+from .adapters import Adapter, load_adapter
 from .cache import RaggedCache, additive, visible, within_documents
 from .facts import attention_windows, check_attends, find_layers, read_facts
 from .loading import first_line, load_model, load_tokenizer
@@ -40,10 +41,12 @@ class Features:
 class Verifier:
     """A decoder-only causal language model, frozen, with the few operations that drafting and verification need."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str, adapter: Adapter | None = None) -> None:
+        """adapter: one that is in the model already."""
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
+        self.adapter = adapter
         self.config = model.config.get_text_config(decoder=True)
         check_attends(self.config)
         self.decoder: nn.Module = model.get_decoder()
@@ -57,18 +60,26 @@ class Verifier:
         check_tree_states(self)
 
     @classmethod
-    def load(cls, spec: str, dtype: torch.dtype | str = torch.float32, device: str = "auto") -> "Verifier":
-        """spec: hub id, folder, .gguf file or `builtin:` name. Raises UserError when it cannot be loaded or does not fit."""
-        model = load_model(spec, dtype, device)
+    def load(
+        cls, spec: str, dtype: torch.dtype | str = torch.float32, device: str = "auto", adapter: str | None = None,
+        bits: int | None = None,
+    ) -> "Verifier":  # fmt: skip
+        """spec: hub id, folder, .gguf file or `builtin:` name; adapter: folder or hub id of a peft LoRA on top of it; bits: 4
+        or 8 of bitsandbytes, on a GPU. Raises UserError when it cannot be loaded or does not fit."""
+        model = load_model(spec, dtype, device, bits)
         pack_linears(model)
-        return cls(model, load_tokenizer(spec), spec)
+        its = None if adapter is None else load_adapter(model, adapter, spec)
+        return cls(model, load_tokenizer(spec), spec, its)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of every weight, the configuration and the chat template: what stored answers and states depend on."""
+        """A hash of every weight, an adapter's too, the configuration and the chat template: what stored answers and states
+        depend on."""
         digest = hashlib.blake2b(digest_size=32)
         digest.update(json.dumps(self.config.to_dict(), sort_keys=True, default=str).encode())
         digest.update(str(getattr(self.tokenizer, "chat_template", None)).encode())
+        if self.adapter is not None:
+            digest.update(json.dumps(self.adapter.scaling, sort_keys=True).encode())
         for name, parameter in self.model.named_parameters():
             digest.update(f"{name}{parameter.dtype}{tuple(parameter.shape)}".encode())
             digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -113,20 +124,27 @@ class Verifier:
         """The constant that the verifier's raw lm_head output is multiplied with (Cohere's scale, Granite's divisor)."""
         return (getattr(self.config, "logit_scale", None) or 1.0) / (getattr(self.config, "logits_scaling", None) or 1.0)
 
-    @torch.no_grad()
-    def features(self, ids: Tensor, layers: Sequence[int] = (), positions: Tensor | None = None) -> Features:
+    def features(
+        self, ids: Tensor, layers: Sequence[int] = (), positions: Tensor | None = None, learning: bool = False
+    ) -> Features:
         """States of right-padded sequences ids [B, T]. Padding cannot reach real positions: attention is causal.
 
         positions: [B, T], each token's position within its document where a row is several of them (see `Batch`); a document's
-        states are then those it has alone.
+        states are then those it has alone. learning: with gradients to an adapter that is being trained.
         """
         packed = {}
         if positions is not None:
             mask = self._masks({kind: within_documents(positions, window) for kind, window in self._windows.items()})
             packed = {"position_ids": positions, "attention_mask": mask}
-        with self._captured(layers) as states:
+        with torch.set_grad_enabled(learning), self._captured(layers) as states:
             last = self.decoder(input_ids=ids, use_cache=False, **packed).last_hidden_state
         return Features(last, concatenate(states, last))
+
+    def attach(self, adapter: Adapter) -> None:
+        """Take in an adapter that was just put into the model, to be trained; the fingerprint stays the original's."""
+        assert self.adapter is None
+        _ = self.fingerprint
+        self.adapter = adapter
 
     def new_cache(self, batch: int, capacity: int) -> RaggedCache:
         """An empty cache for `batch` sequences of at most `capacity` tokens (drafted ones included)."""

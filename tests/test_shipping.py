@@ -10,9 +10,9 @@ from command import headstart
 from safetensors.torch import load_file
 from small_runs import Build
 
+from headstart.build_start import start_from
 from headstart.errors import UserError
 from headstart.heads.hub import load_head, save_head
-from headstart.jobs import start_from
 from headstart.training.recipe import load_recipe, recipe_yaml
 
 

@@ -31,6 +31,15 @@ class Recipe(Section):
     training: TrainingSection = Field(description="a section with steps or epochs and the learning rate")
     evaluation: EvaluationSection = Field(default=EvaluationSection(), description="how the head is judged")
 
+    @field_validator("head")
+    @classmethod
+    def _one_adapter(cls, head: HeadSection, info: ValidationInfo) -> HeadSection:
+        verifier = info.data.get("verifier")  # None where it has faults of its own
+        if isinstance(head, MedusaSection) and head.adapter is not None and verifier and verifier.adapter is not None:
+            raise ValueError("head.adapter cannot learn on top of verifier.adapter: merge that into the verifier first (peft: "
+                             "merge_and_unload)")  # fmt: skip
+        return head
+
     @field_validator("evaluation")
     @classmethod
     def _draftable(cls, evaluation: EvaluationSection, info: ValidationInfo) -> EvaluationSection:

@@ -57,7 +57,7 @@ def fit(
     half precision products are bfloat16.
     """
     half = verifier.dtype.itemsize == 2
-    optimizers = make_optimizers(head, settings, torch.bfloat16 if half else torch.float32)
+    optimizers = make_optimizers(head, settings, torch.bfloat16 if half else torch.float32, head.rate_of)
     checkpoints = Checkpoints(run_folder / "checkpoints")
     progress = checkpoints.load(head, optimizers)
     metrics = Metrics(run_folder / "metrics.jsonl", progress.step)
@@ -67,6 +67,7 @@ def fit(
         for indices in plan[progress.step :]:
             share = rate(progress.step, len(plan), settings.warmup, settings.schedule)
             set_learning_rate(optimizers, settings.learning_rate * share)
+            head.begin_step(progress.step / len(plan))
             batch, features = source.load(indices)
             with torch.autocast(verifier.device.type, torch.bfloat16, enabled=half):
                 losses = head.loss(batch, features, verifier)
@@ -86,12 +87,22 @@ def fit(
     return progress
 
 
-def make_optimizers(head: nn.Module, settings: Settings, products: torch.dtype = torch.float32) -> list[Optimizer]:
-    """AdamW for everything, or Muon for the matrices between hidden states and AdamW for the rest."""
+def make_optimizers(
+    head: nn.Module, settings: Settings, products: torch.dtype = torch.float32,
+    rate_of: Callable[[str], float] = lambda name: 1.0,
+) -> list[Optimizer]:  # fmt: skip
+    """AdamW for everything, or Muon for the matrices between hidden states and AdamW for the rest.
+
+    rate_of: what a parameter's learning rate is multiplied with; those that have one of their own are AdamW's.
+    """
     named = {name: p for name, p in head.named_parameters() if p.requires_grad}
-    hidden = {name for name, p in named.items() if p.dim() == 2 and "lm_head" not in name}
+    hidden = {name for name, p in named.items() if p.dim() == 2 and "lm_head" not in name and rate_of(name) == 1}
     inner = [p for name, p in named.items() if settings.optimizer == "muon" and name in hidden]
-    rest = [p for name, p in named.items() if settings.optimizer != "muon" or name not in hidden]
+    outer = {name: p for name, p in named.items() if settings.optimizer != "muon" or name not in hidden}
+    rest = [
+        {"params": [p for name, p in outer.items() if rate_of(name) == rate], "rate": rate}
+        for rate in dict.fromkeys(map(rate_of, outer))
+    ]
     lr, decay = settings.learning_rate, settings.weight_decay
     optimizers: list[Optimizer] = []
     if inner:
@@ -104,7 +115,7 @@ def make_optimizers(head: nn.Module, settings: Settings, products: torch.dtype =
 def set_learning_rate(optimizers: Sequence[Optimizer], value: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = value
+            group["lr"] = value * group.get("rate", 1.0)
 
 
 def rate(done: int, steps: int, warmup: float, schedule: str) -> float:
@@ -188,13 +199,13 @@ class Window:
             torch.stack([getattr(loss, name) for loss in self.losses]).sum(0) for name in ("sums", "counts", "correct")
         )
         parts = {name: torch.stack([loss.parts[name] for loss in self.losses]).sum(0) for name in self.losses[0].parts}
-        return HeadLoss(sums, counts, correct, self.losses[0].weights, parts)
+        return replace(self.losses[-1], sums=sums, counts=counts, correct=correct, parts=parts)
 
     def flush(self) -> dict[str, Any]:
         """The line to log: token means over the window, each depth by its own supervised labels."""
         joined = self._joined()
         counts = joined.counts.clamp(min=1)
-        line = {
+        line: dict[str, Any] = {
             "loss": joined.total().item(),
             "loss_by_depth": (joined.sums / counts).tolist(),
             **{f"{name}_by_depth": (sums / counts).tolist() for name, sums in joined.parts.items()},
@@ -204,5 +215,7 @@ class Window:
             "tokens_per_second": round(self.tokens_per_second(), 1),
             "seconds": round(self.seconds(), 2),
         }
+        if joined.last_is_verifier:
+            line |= {"verifier_loss": line["loss_by_depth"].pop(), "verifier_accuracy": line["accuracy_by_depth"].pop()}
         self.reset()
         return line

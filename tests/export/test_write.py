@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headstart.errors import UserError
-from headstart.export.layout import public_name
+from headstart.export.layout import adapted, public_name
 from headstart.heads.verifier import Verifier
 
 Build = Callable[..., Any]
@@ -433,16 +434,32 @@ def test_layouts_that_name_their_verifier_need_its_name(
         export_to(engine, head, verifier, name=None)
 
 
+def named(name: str, adapter: str | None = None) -> Any:
+    """A verifier of which only the names matter."""
+    return SimpleNamespace(name=name, adapter=None if adapter is None else SimpleNamespace(name=adapter))
+
+
 @pytest.mark.parametrize("name", ["builtin:smollm2-135m", "/models/llama", "./llama", "~/llama", "llama.gguf", "a/b/c"])
 def test_case_60_paths_of_this_machine_are_no_names(name: str) -> None:
-    assert public_name(name, None) is None
-    assert public_name(name, "owner/name") == "owner/name"
+    assert public_name(named(name), None) is None
+    assert public_name(named(name), "owner/name") == "owner/name"
     with pytest.raises(UserError, match="never by a path of this machine"):
-        public_name("owner/name", name)
+        public_name(named("owner/name"), name)
 
 
 def test_a_hub_id_is_a_name() -> None:
-    assert public_name("HuggingFaceTB/SmolLM2-135M-Instruct", None) == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert public_name(named("HuggingFaceTB/SmolLM2-135M-Instruct"), None) == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_case_56_a_verifier_with_an_adapter_is_not_found_under_the_name_of_its_base() -> None:
+    verifier = named("owner/base", "owner/lora")
+    assert public_name(verifier, None) is None
+    assert public_name(verifier, "owner/merged") == "owner/merged"
+    with pytest.raises(UserError, match="that is the verifier without its adapter; give the hub id of the merged model"):
+        public_name(verifier, "owner/base")
+    assert "the base model owner/base with the LoRA adapter owner/lora:" in adapted(verifier)
+    assert "the base model with the LoRA adapter of this run:" in adapted(named("/models/base", "/runs/x/head/adapter"))
+    assert adapted(named("owner/base")) is None
 
 
 def test_an_earlier_export_is_replaced_and_nothing_else_is(

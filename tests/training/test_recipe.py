@@ -49,7 +49,7 @@ def faults(path: str, *overrides: str) -> list[str]:
 def test_defaults(write: Any) -> None:
     recipe = load_recipe(write(GOOD))
     assert recipe.model_dump(mode="json") == {
-        "verifier": {"model": "builtin:smollm2-135m", "dtype": "bfloat16", "device": "auto"},
+        "verifier": {"model": "builtin:smollm2-135m", "dtype": "bfloat16", "device": "auto", "adapter": None, "bits": None},
         "data": {
             "train": ["chats.jsonl"],
             "holdout": 0.05,
@@ -70,6 +70,8 @@ def test_defaults(write: Any) -> None:
             "targets": "hard",
             "loss": "ce",
             "vocabulary": None,
+            "start": None,
+            "adapter": None,
         },
         "training": {
             "steps": 100,
@@ -404,7 +406,9 @@ def test_round_trip_of_text_that_looks_like_something_else(write: Any, model: st
 
 def test_resolved_recipe_is_readable() -> None:
     text = recipe_yaml(load_recipe(shipped_recipes()["smollm2-135m/eagle3"], ["head.layers=[2, 15, 27]"]))
-    assert text.startswith("verifier:\n  model: builtin:smollm2-135m\n  dtype: auto\n  device: auto\ndata:\n")
+    assert text.startswith(
+        "verifier:\n  model: builtin:smollm2-135m\n  dtype: auto\n  device: auto\n  adapter: null\n  bits: null\ndata:\n"
+    )
     assert "\n  layers: [2, 15, 27]\n" in text
     assert "\n  trees:\n  - kind: chain\n    depth: 4\n  - kind: dynamic\n    depth: 5\n" in text
 
@@ -422,11 +426,12 @@ def test_eagle1_and_mtp_defaults(write: Any) -> None:
     eagle1 = load_recipe(write(GOOD), ["head={kind: eagle1}"]).head
     assert eagle1.model_dump() == {
         "kind": "eagle1", "vocabulary": None, "depth": 1, "decay": 1.0, "cross_entropy": 0.1, "top_tokens": 0, "noise": 0.1,
-        "noise_by_length": False,
+        "noise_by_length": False, "start": None,
     }  # fmt: skip
     mtp = load_recipe(write(GOOD), ["head={kind: mtp}"]).head
     assert mtp.model_dump() == {
         "kind": "mtp", "form": "recursive", "vocabulary": None, "depth": 3, "decay": None, "weight": 1.0,
+        "start": None,
     }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from .adapter import AdapterSection
 from .base import Section
 
 SoftLoss = Literal["ce", "kl", "tv", "lk"]
@@ -25,6 +26,12 @@ class MedusaSection(Section):
     )
     loss: SoftLoss = Field(default="ce", description=f"{SOFT_LOSSES} (all but ce need targets: soft)")
     vocabulary: int | None = Field(default=None, ge=2, description="size of a pruned head vocabulary; null is the whole one")
+    start: str | None = Field(
+        default=None, min_length=1, description="a folder with a published head to go on from; null is a new head"
+    )
+    adapter: AdapterSection | None = Field(
+        default=None, description="a section for Medusa-2, which trains a LoRA of the verifier too; null is Medusa-1"
+    )
 
     @field_validator("loss")
     @classmethod
@@ -51,6 +58,9 @@ class Eagle3Section(Section):
         default=False, description="EAGLE-3.1: a norm for each of the verifier's states before they are fused"
     )
     norm_output: bool = Field(default=False, description="EAGLE-3.1: the next step reads the output after its norm")
+    start: str | None = Field(
+        default=None, min_length=1, description="a folder with a published head to go on from; null is a new head"
+    )
 
 
 class Eagle1Section(Section):
@@ -67,6 +77,9 @@ class Eagle1Section(Section):
     )  # fmt: skip
     noise: float = Field(default=0.1, ge=0, description="uniform noise of this size on the states while training")
     noise_by_length: bool = Field(default=False, description="scale the noise by 512 / tokens of the sample")
+    start: str | None = Field(
+        default=None, min_length=1, description="a folder with a published head to go on from; null is a new head"
+    )
 
     @field_validator("top_tokens")
     @classmethod
@@ -91,6 +104,16 @@ class MtpSection(Section):
         default=None, gt=0, le=1, description="depth k weighs decay to the power k; null is 0.6 if recursive, else 1"
     )
     weight: float = Field(default=1.0, gt=0, description="of the whole loss, the lambda of DeepSeek-V3")
+    start: Literal["verifier"] | None = Field(
+        default=None, description="verifier: go on from the modules that the verifier brings itself; null is new ones"
+    )
+
+    @field_validator("start")
+    @classmethod
+    def _of_this_form(cls, start: str | None, info: ValidationInfo) -> str | None:
+        if start is not None and info.data.get("form") == "parallel":
+            raise ValueError("a verifier's own modules read tokens: form must be sequential or recursive")
+        return start
 
 
 HeadSection = Annotated[MedusaSection | Eagle1Section | Eagle3Section | MtpSection, Field(discriminator="kind")]

@@ -18,6 +18,13 @@ class VerifierSection(Section):
     )
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, mps, cuda or cuda:N")
 
+    adapter: str | None = Field(
+        default=None, min_length=1, description="a peft LoRA on top of the model: folder or hub id; null is none"
+    )
+    bits: Literal[4, 8] | None = Field(
+        default=None, description="weights of 4 or 8 bits (bitsandbytes, on a CUDA device); null is dtype"
+    )
+
     @field_validator("model")
     @classmethod
     def _known(cls, model: str) -> str:

@@ -1,0 +1,60 @@
+"""Heads that training goes on from: published folders, imported runs, the verifier's own modules."""
+
+from pathlib import Path
+
+from .errors import UserError
+from .export.read import read_head
+from .heads.base import DraftHead
+from .heads.hub import load_head
+from .heads.verifier import Verifier
+from .training.sections.head import HeadSection
+
+LEARNING = (
+    "depth",
+    "decay",
+    "targets",
+    "loss",
+    "cross_entropy",
+    "top_tokens",
+    "noise",
+    "noise_by_length",
+)  # what a recipe may change of such a head
+RECIPES_OWN = {"kind", "start", "adapter"}  # fields that no head's configuration has
+
+
+def read_start(section: HeadSection, verifier: Verifier) -> DraftHead | None:
+    """The head that `head.start` names, None where it names none."""
+    if section.start is None or section.kind == "mtp":  # a verifier's own modules are no head yet
+        return None
+    folder = Path(section.start).expanduser()
+    head = load_head(folder) if is_own(folder) else read_head(folder, verifier, "vllm")
+    return go_on(head, section, folder)
+
+
+def is_own(folder: Path) -> bool:
+    """Whether it is a head as this package saves it."""
+    config = folder / "config.json"
+    return config.is_file() and '"kind"' in config.read_text(encoding="utf-8", errors="replace")
+
+
+def start_from(folder: Path, section: HeadSection) -> DraftHead:
+    """An imported head to go on from. The recipe says how it learns; what it is made of, its vocabulary too, stays (C13)."""
+    return go_on(load_head(folder), section, folder)
+
+
+def go_on(head: DraftHead, section: HeadSection, folder: Path) -> DraftHead:
+    """The head, learning as the recipe says. With `head.start`, what the recipe leaves at its default is as the head has it."""
+    if head.kind != section.kind:
+        raise UserError(f"head.kind: {section.kind} in the recipe, {head.kind} in {folder}; it cannot change")
+    said = section.model_dump(exclude=RECIPES_OWN, exclude_defaults=section.start is not None, exclude_none=True)
+    whole = len(head.target_ids) if section.start is not None else head.config.vocab_size
+    size = said.pop("vocabulary", said.pop("draft_vocabulary", whole))
+    if size != len(head.target_ids):
+        raise UserError(f"head: the recipe asks for {size} tokens, the head in {folder} drafts {len(head.target_ids)}; the "
+                        "vocabulary of an imported head stays")  # fmt: skip
+    learning = {name: value for name in LEARNING if (value := getattr(section, name, None)) is not None}
+    for name, value in said.items():
+        if name not in LEARNING and value != getattr(head.config, name):
+            raise UserError(f"head.{name}: {value} in the recipe, {getattr(head.config, name)} in {folder}; it cannot change")
+    head.config = head.config.model_copy(update=learning)
+    return head

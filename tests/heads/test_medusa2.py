@@ -1,0 +1,227 @@
+"""Medusa-2: the joint loss and its gradients against merged weights W + alpha / rank * B A and a walk over positions."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.func import functional_call
+
+from headstart.data.chat import Sample
+from headstart.data.features import OriginalFeatures, compute
+from headstart.data.packing import collate
+from headstart.heads.adapters import new_adapter
+from headstart.heads.base import Batch
+from headstart.heads.hub import load_head, save_head
+from headstart.heads.medusa import MedusaHead
+from headstart.heads.medusa2 import AdaptedMedusa, Together
+from headstart.heads.verifier import Features, Verifier
+
+Build = Callable[..., Any]
+RANK, ALPHA = 3, 6
+SPANS = [[(3, 6), (8, 12)], [(4, 7)], [(2, 4)]]
+
+
+@pytest.fixture(autouse=True)
+def old_name() -> None:
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+
+
+@pytest.fixture
+def batch(ids_of: Build, batch_of: Build) -> Batch:
+    return batch_of([ids_of(seed, length) for seed, length in [(1, 12), (2, 7), (3, 9)]], SPANS)
+
+
+@pytest.fixture
+def make(tiny: Build, tiny_medusa: Build) -> Callable[..., tuple[Verifier, AdaptedMedusa]]:
+    """`make(together..., **head)`: a verifier with a random adapter, and a random head that learns with it."""
+
+    def build(heads_only: float = 0.0, own: Any = "kl", weight: float = 0.3, ramp: Any = "constant", dropout: float = 0.0,
+              **head: Any) -> tuple[Verifier, AdaptedMedusa]:  # fmt: skip
+        verifier = tiny("llama", initializer_range=0.2)
+        adapter = new_adapter(verifier.model, "llama", RANK, ALPHA, dropout, None)
+        generator = torch.Generator().manual_seed(9)
+        with torch.no_grad():
+            for weights in adapter.weights.values():
+                weights.copy_(torch.randn(weights.shape, generator=generator) * 0.1)
+        verifier.attach(adapter)
+        together = Together(heads_only, own, weight, ramp, rate=0.25)
+        return verifier, AdaptedMedusa(tiny_medusa(verifier, **head), adapter, together)
+
+    return build
+
+
+def merged_states(base: Any, verifier: Verifier, ids: Tensor) -> Tensor:
+    """Final states [B, T, d] of the base model with W + alpha / rank * B A in every adapted layer, as functions of A and B."""
+    weights = dict(base.named_parameters())
+    for name, up in verifier.adapter.weights.items():
+        if ".lora_B." in name:
+            down = verifier.adapter.weights[name.replace("lora_B", "lora_A")]
+            place = name.partition(".lora_B")[0] + ".weight"
+            weights[place] = weights[place] + ALPHA / RANK * up @ down
+    out = functional_call(base, weights, kwargs={"input_ids": ids, "output_hidden_states": True, "use_cache": False})
+    return out.hidden_states[-1]
+
+
+def naive_loss(head: AdaptedMedusa, batch: Batch, original: Tensor, last: Tensor, table: Tensor, weight: float) -> Tensor:
+    own_terms, head_terms = [], [[] for _ in range(head.config.heads)]
+    for b, length in enumerate(batch.lengths.tolist()):
+        for t in range(length):
+            if t + 1 < length and batch.mask[b, t + 1]:
+                log_q = torch.log_softmax(table @ last[b, t], 0)
+                if head.together.own == "ce":
+                    own_terms.append(-log_q[batch.ids[b, t + 1]])
+                else:
+                    p = torch.softmax(table @ original[b, t], 0)
+                    own_terms.append((p * (p.log() - log_q)).sum())
+            for i in range(head.config.heads):
+                label = t + 2 + i
+                if label >= length or not batch.mask[b, label]:
+                    continue
+                z = last[b, t]
+                for block in head.blocks[i]:
+                    inner = block.linear.weight @ z + block.linear.bias
+                    z = z + inner * torch.sigmoid(inner)
+                rows = head.lm_heads[i].weight if head.config.lm_head == "own" else table
+                log_q = torch.log_softmax(rows @ z, 0)
+                if head.config.targets == "hard":
+                    head_terms[i].append(-log_q[batch.ids[b, label]])
+                else:  # the adapted verifier is the teacher, and no gradient goes to a teacher
+                    head_terms[i].append(-(torch.softmax(table @ last[b, label - 1], 0).detach() * log_q).sum())
+    heads = sum(head.config.decay**i * torch.stack(terms).mean() for i, terms in enumerate(head_terms))
+    return torch.stack(own_terms).mean() + weight * heads
+
+
+@pytest.mark.usefixtures("keep_double")
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+@pytest.mark.parametrize("targets", ["hard", "soft"])
+@pytest.mark.parametrize("own", ["kl", "ce"])
+def test_the_joint_loss_and_its_gradients_are_the_naive_ones(
+    own: str, targets: str, lm_head: str, make: Build, batch: Batch, tiny: Build
+) -> None:
+    verifier, head = make(own=own, targets=targets, lm_head=lm_head)
+    base = tiny("llama", initializer_range=0.2).model.double().requires_grad_(False)
+    verifier.model.double()
+    head.double()
+    original = base(input_ids=batch.ids, output_hidden_states=True).hidden_states[-1]
+    last = merged_states(base, verifier, batch.ids)
+    assert (last - original).abs().max() > 0.01
+    expected = naive_loss(head, batch, original, last, base.lm_head.weight, 0.3)
+    wanted = torch.autograd.grad(expected, list(head.parameters()))
+
+    head.begin_step(0.5)
+    with verifier.adapter.off():
+        choice = torch.where(batch.mask.roll(-1, 1), 0, -1)
+        features = Features(verifier.features(batch.ids).last, torch.empty(3, 12, 0), choice)
+    found = head.loss(batch, features, verifier)
+    assert found.total().item() == pytest.approx(expected.item(), abs=1e-6)
+    assert found.weights.tolist() == pytest.approx([0.3, 0.3 * 0.8, 0.3 * 0.64, 1.0])
+    assert found.counts[-1].item() == sum(end - start for spans in SPANS for start, end in spans)
+    found.total().backward()
+    for (name, parameter), gradient in zip(head.named_parameters(), wanted, strict=True):
+        assert torch.allclose(parameter.grad, gradient, rtol=0, atol=1e-6), name
+    adapter = [gradient for (name, _), gradient in zip(head.named_parameters(), wanted, strict=True) if "lora" in name]
+    assert len(adapter) == 2 * 7 * 4
+    assert max(gradient.abs().max() for gradient in adapter) > 1e-3
+    assert all(p.grad is None for name, p in verifier.model.named_parameters() if "lora_" not in name)
+
+
+def test_stage_one_is_medusa_1(make: Build, batch: Batch, features_of: Build, tiny: Build) -> None:
+    verifier, head = make(heads_only=0.5)
+    features = features_of(tiny("llama", initializer_range=0.2), batch)
+    plain = MedusaHead(head.config)
+    plain.load_state_dict(head.own_state())
+    for share, same in ((0.0, True), (0.49, True), (0.5, False)):
+        head.begin_step(share)
+        ours, theirs = (one.loss(batch, features, verifier).total().item() for one in (head, plain))
+        assert (ours == theirs) is same
+        assert (
+            head.loss(batch, features, verifier).counts.tolist() == head.supervised(batch, features).flatten(1).sum(1).tolist()
+        )
+    head.begin_step(0.0)
+    found = head.loss(batch, features, verifier)
+    assert (found.sums[-1].item(), found.counts[-1].item()) == (0, 0)
+    found.total().backward()
+    assert all(weight.grad is None for weight in verifier.adapter.weights.values())
+
+
+@pytest.mark.parametrize(
+    ("ramp", "shares"), [("constant", {0.2: 0.3, 1.0: 0.3}), ("sine", {0.2: 0.0, 0.6: 0.3 * math.sqrt(0.5), 1.0: 0.3})]
+)
+def test_the_weight_of_the_heads(ramp: str, shares: dict[float, float], make: Build) -> None:
+    _, head = make(heads_only=0.2, ramp=ramp)
+    for share, weight in shares.items():
+        assert head.together.weight_at(share) == pytest.approx(weight)
+
+
+def test_dropout_is_for_the_adapter_in_training_alone(make: Build, batch: Batch, features_of: Build, tiny: Build) -> None:
+    features = features_of(tiny("llama", initializer_range=0.2), batch)
+    verifier, head = make(dropout=0.5)
+    assert torch.equal(verifier.features(batch.ids).last, verifier.features(batch.ids).last)
+    losses = {head.loss(batch, features, verifier).total().item() for _ in range(4)}
+    assert len(losses) == 4
+    assert not any(module.training for module in verifier.model.modules())
+    verifier, head = make(dropout=0.0)
+    assert len({head.loss(batch, features, verifier).total().item() for _ in range(2)}) == 1
+
+
+def test_what_is_saved_is_a_medusa_head_and_a_peft_adapter(make: Build, batch: Batch, tiny: Build, tmp_path: Path) -> None:
+    import peft
+
+    verifier, head = make()
+    save_head(head, tmp_path / "head")
+    saved = load_head(tmp_path / "head")
+    assert type(saved) is MedusaHead
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    assert tensors.keys() == saved.state_dict().keys()
+    assert all(torch.equal(tensor, head.state_dict()[name]) for name, tensor in tensors.items())
+    base = tiny("llama", initializer_range=0.2).model
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / "head" / "adapter"))
+    with torch.no_grad():
+        states = theirs(input_ids=batch.ids, output_hidden_states=True).hidden_states[-1]
+    assert torch.allclose(states, verifier.features(batch.ids).last, atol=1e-5)
+
+
+def test_features_are_those_of_the_verifier_without_its_adapter(make: Build, batch: Batch, tiny: Build) -> None:
+    verifier, _ = make()
+
+    class Now:
+        def load(self, indices: Any) -> tuple[Batch, Features]:
+            return batch, verifier.features(batch.ids)
+
+    _, features = OriginalFeatures(Now(), verifier.adapter).load([0])
+    assert torch.equal(features.last, tiny("llama", initializer_range=0.2).features(batch.ids).last)
+    assert not torch.equal(features.last, verifier.features(batch.ids).last)
+    assert all(weight.requires_grad for weight in verifier.adapter.weights.values())
+
+
+@pytest.mark.usefixtures("keep_double")
+@pytest.mark.parametrize("own", ["kl", "ce"])
+def test_packed_samples_teach_what_they_teach_alone(own: str, make: Build, ids_of: Build) -> None:
+    """Loss and gradients, the adapter's among them; answers begin and end with their samples."""
+    verifier, head = make(own=own)
+    verifier.model.double()
+    head.double()
+    samples = [
+        Sample(ids_of(seed, length), [t >= start for t in range(length)])
+        for seed, length, start in [(1, 12, 5), (2, 5, 0), (3, 7, 0)]
+    ]
+    found = []
+    for rows in (None, [[0], [1, 2]]):
+        batch = collate(samples, torch.device("cpu"), rows)
+        with verifier.adapter.off():
+            features = compute(verifier, batch, ())
+        loss = head.loss(batch, features, verifier)
+        found.append((loss, torch.autograd.grad(loss.total(), list(head.parameters()))))
+    (alone, gradients), (packed, packed_gradients) = found
+    assert packed.counts.tolist() == alone.counts.tolist()
+    assert (packed.sums - alone.sums).abs().max() < 1e-6
+    for mine, its in zip(packed_gradients, gradients, strict=True):
+        assert its.abs().max() > 0
+        assert (mine - its).abs().max() < 1e-6 * max(1.0, its.abs().max().item())

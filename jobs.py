@@ -105,7 +105,7 @@ def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop
     """Judge the run's head on the held-out prompts and write evaluation.json. Overrides may change evaluation fields."""
     recipe = run_recipe(run_folder, overrides)
     head = load_head(run_folder / "head")
-    if workshop is None:
+    if workshop is None or learns_adapter(recipe):  # a workshop's verifier is the one of before training
         holdout = build_conversations(recipe).holdout
         evaluator = build_evaluator(recipe, build_judge(recipe), holdout)
     else:

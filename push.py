@@ -37,7 +37,7 @@ def push_run(
     """
     check_repo(repo)
     run = read_run(run_folder)  # before any model is loaded
-    recipe, head, verifier = open_run(run_folder)
+    _, head, verifier = open_run(run_folder)
     order = Order(head, verifier, public_name(verifier, verifier_name), getattr(torch, dtype))
     name = needs_name(order, engine)
     with tempfile.TemporaryDirectory() as scratch:

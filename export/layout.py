@@ -61,11 +61,9 @@ def public_name(verifier: Verifier, given: str | None) -> str | None:
     return given
 
 
-def adapted(verifier: Verifier) -> str | None:
+def adapted(model: str, adapter: str) -> str:
     """What to say of a verifier with an adapter: it is neither the base nor found under the base's name."""
-    if verifier.adapter is None:
-        return None
-    base, its = ("" if is_local(name) else f" {name}" for name in (verifier.name, verifier.adapter.name))
+    base, its = ("" if is_local(name) else f" {name}" for name in (model, adapter))
     return (f"The verifier is the base model{base} with the LoRA adapter{its or ' of this run'}: serve the two merged (peft: "
             "merge_and_unload), for the base alone is another verifier and accepts fewer drafts.")  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -27,6 +28,8 @@ def write_export(order: Order, engine: str, folder: Path) -> Export:
     if engine not in ENGINES:
         raise UserError(f"--to {engine}: unknown engine; known: {', '.join(ENGINES)}")
     export = ENGINES[engine](order)
+    if order.verifier.adapter is not None:
+        export = replace(export, notes=(*export.notes, adapted(order.verifier.name, order.verifier.adapter.name)))
     check_name(folder, engine, order)
     check_room(folder)
 
@@ -69,7 +72,6 @@ def serving(export: Export, order: Order) -> str:
     notes = "".join(f"- {note}\n" for note in (
         f"{head.kind} head for {verifier}, {order.dtype_name}, {size} bytes of tensors.",
         *export.notes,
-        *filter(None, [adapted(order.verifier)]),
         "The verifier decides every token; the head only changes how fast they come.",
     ))  # fmt: skip
     return f"# Serving this draft head\n\nFor {export.engine}:\n\n```\n{export.command}\n```\n{whose}\n{notes}"

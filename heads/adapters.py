@@ -110,17 +110,18 @@ def load_adapter(model: PreTrainedModel, source: str, verifier: str) -> Adapter:
     place = str(path) if path.is_dir() else source
     try:
         kind = str(peft.PeftConfig.from_pretrained(place).peft_type).rpartition(".")[2]
-        if kind != "LORA":
-            raise UserError(f"adapter {source}: it is {kind}; verifiers here take LORA")
+        stored = len(peft.load_peft_weights(place, device="cpu"))
+    except Exception as error:  # what peft raises of damaged folders, and the hub of absent ones, is of many kinds
+        raise UserError(f"adapter {source}: cannot be loaded: {telling_line(error)}") from None
+    if kind != "LORA":
+        raise UserError(f"adapter {source}: it is {kind}; verifiers here take LORA")
+    try:
         with peft_warnings():
             handle = peft.PeftModel.from_pretrained(model, place)
-        stored = len(peft.load_peft_weights(place, device="cpu"))
-    except UserError:
-        raise
     except UserWarning as error:
         missing = str(error).partition("['")[2].partition("'")[0]
         raise UserError(f"adapter {source}: does not fit verifier {verifier}: {missing} is missing") from None
-    except Exception as error:  # what peft raises of damaged or foreign folders is of many kinds
+    except Exception as error:
         raise UserError(f"adapter {source}: does not fit verifier {verifier}: {telling_line(error)}") from None
     if stored != len(peft.get_peft_model_state_dict(handle, save_embedding_layers=False)):
         raise UserError(f"adapter {source}: does not fit verifier {verifier}: it has weights for layers that are not there")

@@ -12,7 +12,7 @@ import torch
 import yaml
 from command import headstart
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from small_runs import ROWS, Build
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from headstart.export.layout import Order
@@ -22,16 +22,6 @@ from headstart.heads.hub import load_head, save_head
 from headstart.heads.verifier import Verifier
 from headstart.training.checkpoint import Checkpoints
 
-Build = Callable[..., Any]
-CHATML = (
-    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + '</s>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
-)
-ROWS = [
-    {"split": "holdout" if i % 3 == 0 else "train",
-     "messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "a few words of the file"}]}
-    for i in range(6)
-]  # fmt: skip
 LEARNED = {"rank": 4, "alpha": 8, "heads_only": 0.5, "own": "ce", "rate": 0.5}
 
 
@@ -50,16 +40,8 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def base(tiny: Build, tmp_path: Path) -> Path:
-    """A tiny llama on disk, with a tokenizer of bytes."""
-    vocab = {token: i for i, token in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    plain = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>", chat_template=CHATML)
-    folder = tmp_path / "base"
-    tiny("llama", vocab_size=len(vocab), eos_token_id=1).model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def base(verifier_folder: Path) -> Path:
+    return verifier_folder
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headstart.errors import UserError
 from headstart.heads.adapters import load_adapter, new_adapter
+from headstart.heads.loading import quantisation
 from headstart.heads.verifier import Verifier
 
 Build = Callable[..., Any]
@@ -172,12 +173,12 @@ def other_family(base: Verifier, tiny: Build, folder: Path) -> str:
 def broken_file(base: Verifier, tiny: Build, folder: Path) -> str:
     path = folder / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:100])
-    return "does not fit verifier llama: "
+    return "cannot be loaded: "
 
 
 def no_weights(base: Verifier, tiny: Build, folder: Path) -> str:
     (folder / "adapter_model.safetensors").unlink()
-    return "does not fit verifier llama: "
+    return "cannot be loaded: "
 
 
 def changes_lm_head(base: Verifier, tiny: Build, folder: Path) -> str:
@@ -206,7 +207,16 @@ def test_a_wrong_adapter_is_one_line(fault: Build, tiny: Build, tmp_path: Path) 
     assert "\n" not in str(caught.value)
 
 
-def test_bits_need_a_gpu(tmp_path: Path) -> None:
+def test_an_adapter_that_no_hub_has(tiny: Build) -> None:
+    with pytest.raises(UserError, match=r"^adapter owner/lora: cannot be loaded: .*adapter_config.json") as caught:
+        load_adapter(tiny("llama").model, "owner/lora", "llama")
+    assert "\n" not in str(caught.value)
+
+
+def test_bits_need_a_gpu_and_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.heads.loading.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"^verifier owner/name: bits: 8 needs bitsandbytes; install it with: pip install "):
+        quantisation(8, torch.bfloat16, torch.device("cuda"), "owner/name")
     with pytest.raises(UserError, match=r"^verifier owner/name: bits: 4 needs a CUDA device, this is cpu"):
         Verifier.load("owner/name", device="cpu", bits=4)
 

@@ -53,6 +53,7 @@ class AdaptedMedusa(MedusaHead):
 
     def begin_step(self, share: float) -> None:
         self.share = share
+        self.adapter_weights.requires_grad_(self.together_now)  # nobody waits for gradients that stage 1 does not give
 
     def rate_of(self, name: str) -> float:
         return self.together.rate if name.startswith("adapter_weights.") else 1.0

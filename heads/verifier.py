@@ -41,6 +41,8 @@ class Features:
 class Verifier:
     """A decoder-only causal language model, frozen, with the few operations that drafting and verification need."""
 
+    sharded = False  # over processes: then a pass needs all of them
+
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str, adapter: Adapter | None = None) -> None:
         """adapter: one that is in the model already."""
         self.model = model.eval().requires_grad_(False)

@@ -40,6 +40,14 @@ class Recipe(Section):
                              "merge_and_unload)")  # fmt: skip
         return head
 
+    @field_validator("training")
+    @classmethod
+    def _whole_adapter(cls, training: TrainingSection, info: ValidationInfo) -> TrainingSection:
+        head = info.data.get("head")  # None where it has faults of its own
+        if isinstance(head, MedusaSection) and head.adapter is not None and training.strategy in ("fsdp", "deepspeed"):
+            raise ValueError(f"{training.strategy} shards a frozen verifier; with head.adapter set strategy to single or ddp")
+        return training
+
     @field_validator("evaluation")
     @classmethod
     def _draftable(cls, evaluation: EvaluationSection, info: ValidationInfo) -> EvaluationSection:

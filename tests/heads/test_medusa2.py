@@ -144,7 +144,9 @@ def test_stage_one_is_medusa_1(make: Build, batch: Batch, features_of: Build, ti
         assert (
             head.loss(batch, features, verifier).counts.tolist() == head.supervised(batch, features).flatten(1).sum(1).tolist()
         )
+    assert all(weight.requires_grad for weight in verifier.adapter.weights.values())
     head.begin_step(0.0)
+    assert not any(weight.requires_grad for weight in verifier.adapter.weights.values())
     found = head.loss(batch, features, verifier)
     assert (found.sums[-1].item(), found.counts[-1].item()) == (0, 0)
     found.total().backward()

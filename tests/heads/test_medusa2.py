@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from headstart.heads.hub import load_head, save_head
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.medusa2 import AdaptedMedusa, Together
 from headstart.heads.verifier import Features, Verifier
+from headstart.training.muon import Muon
+from headstart.training.trainer import make_optimizers, set_learning_rate
 
 Build = Callable[..., Any]
 RANK, ALPHA = 3, 6
@@ -227,3 +230,19 @@ def test_packed_samples_teach_what_they_teach_alone(own: str, make: Build, ids_o
     for mine, its in zip(packed_gradients, gradients, strict=True):
         assert its.abs().max() > 0
         assert (mine - its).abs().max() < 1e-6 * max(1.0, its.abs().max().item())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_adapter_learns_at_a_rate_of_its_own(optimizer: str, make: Build) -> None:
+    """A quarter of the heads' in every step, and by AdamW whatever the heads have."""
+    verifier, head = make()
+    settings: Any = SimpleNamespace(optimizer=optimizer, learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95))
+    optimizers = make_optimizers(head, settings, rate_of=head.rate_of)
+    set_learning_rate(optimizers, 8e-4)
+    rates = {id(p): group["lr"] for one in optimizers for group in one.param_groups for p in group["params"]}
+    adapter = {id(weight) for weight in verifier.adapter.weights.values()}
+    assert len(adapter) == 56
+    for parameter in head.parameters():
+        assert rates[id(parameter)] == pytest.approx(2e-4 if id(parameter) in adapter else 8e-4)
+    assert not any(id(p) in adapter for one in optimizers if isinstance(one, Muon) for p in one.param_groups[0]["params"])
+    assert sum(isinstance(one, Muon) for one in optimizers) == (optimizer == "muon")

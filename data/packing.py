@@ -44,8 +44,12 @@ def split_by_tokens(indices: Sequence[int], lengths: Sequence[int], batch_tokens
 
 
 def packed_order(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """As `batch_order` for packed rows, as long as the longest sample: batches of samples of any length, in an order in which
-    `packed_rows` finds the rows again, with at most `batch_tokens` tokens in them (one row at least)."""
+    """As `batch_order` for packed rows, as long as the longest sample: batches of samples of any length, which `packed_rows`
+    lays out in at most `batch_tokens` tokens (one row at least).
+
+    A batch lies in order of length where that takes no more rows: dealt out one by one, as several processes do, all shares
+    are about equal and pack as well.
+    """
     rng = random.Random(f"{seed}-{epoch}")
     order = list(range(len(lengths)))
     rng.shuffle(order)
@@ -56,11 +60,18 @@ def packed_order(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: in
         rows += best_fit(order[start : start + window], lengths, size)
     rng.shuffle(rows)
     together = max(1, batch_tokens // size)
-    return [[i for row in rows[start : start + together] for i in row] for start in range(0, len(rows), together)]
+    batches = []
+    for start in range(0, len(rows), together):
+        batch = [i for row in rows[start : start + together] for i in row]
+        by_length = sorted(batch, key=lambda i: lengths[i])
+        as_many = len(packed_rows([lengths[i] for i in by_length], size)) <= together
+        batches.append(by_length if as_many else batch)
+    return batches
 
 
 def best_fit(indices: Sequence[int], lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Samples in rows of at most `size` tokens: the longest first, each into the fullest row that still takes it."""
+    """Samples in rows of at most `size` tokens: the longest first, each into the fullest row that still takes it. (One
+    that is longer than a row gets a row alone.)"""
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), ascending
     for i in sorted(indices, key=lambda i: -lengths[i]):
@@ -74,7 +85,13 @@ def best_fit(indices: Sequence[int], lengths: Sequence[int], size: int) -> list[
 
 
 def packed_rows(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Samples in the order given as rows of at most `size` tokens, a new row where one is full (a longer sample alone)."""
+    """A batch's samples as rows of at most `size` tokens: as they come, or sorted anew where that takes fewer rows (the share
+    of one process does not come in rows)."""
+    return min(as_they_come(lengths, size), best_fit(range(len(lengths)), lengths, size), key=len)
+
+
+def as_they_come(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Samples in the order given, a new row where one is full (a longer sample alone)."""
     rows: list[list[int]] = []
     left = 0
     for i, length in enumerate(lengths):

@@ -102,7 +102,7 @@ def test_packed_batches_have_every_sample_once_within_the_limit(batch_tokens):
     longest = max(lengths)
     for batch in batches:
         rows = packed_rows([lengths[i] for i in batch], longest)
-        assert [i for row in rows for i in row] == list(range(len(batch)))
+        assert sorted(i for row in rows for i in row) == list(range(len(batch)))
         assert all(sum(lengths[batch[i]] for i in row) <= longest for row in rows)
         assert len(rows) * longest <= max(batch_tokens, longest)
 
@@ -127,9 +127,19 @@ def test_packed_order_depends_on_seed_and_epoch_alone_and_a_plan_goes_on_from_it
     assert batch_plan(lengths, 200, 5, steps, None, packing=True) == epochs[0] + epochs[1][:4]
 
 
-def test_rows_are_filled_in_the_order_given():
+def test_rows_are_filled_in_the_order_given_or_in_fewer_rows():
     assert packed_rows([5, 3, 2, 9, 4, 4, 1], 9) == [[0, 1], [2], [3], [4, 5, 6]]
     assert packed_rows([12, 2, 11], 10) == [[0], [1], [2]]  # too long for a row: alone
+    assert packed_rows([5, 6, 4, 5], 10) == [[1, 2], [0, 3]]  # as they come: three
+
+
+def test_the_share_of_one_process_of_a_batch_is_nearly_as_full():
+    """Every second sample of a batch of sixteen rows fills eight or nine, not twelve."""
+    lengths = some_lengths(2000, longest=60)
+    longest = max(lengths)
+    for batch in packed_order(lengths, 16 * longest, seed=0, epoch=0)[:-1]:
+        for part in (batch[::2], batch[1::2]):
+            assert len(packed_rows([lengths[i] for i in part], longest)) <= sum(lengths[i] for i in part) / longest + 1.5
 
 
 def test_a_packed_batch_by_hand():

@@ -28,9 +28,11 @@ def open_run(run_folder: Path) -> tuple[Recipe, DraftHead, Verifier]:
 
 
 def claim(run_folder: Path, recipe: Recipe) -> None:
-    """Write recipe.yaml; where there is one, this must be the same recipe but for FREE fields."""
+    """Write recipe.yaml; where there is one, it must be this recipe but for FREE fields."""
     check_claim(run_folder, recipe)
-    write_text(run_folder / "recipe.yaml", recipe_yaml(recipe))
+    path = run_folder / "recipe.yaml"
+    if not path.exists() or load_recipe(path) != recipe:
+        write_text(path, recipe_yaml(recipe))
 
 
 def check_claim(run_folder: Path, recipe: Recipe) -> None:

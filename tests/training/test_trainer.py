@@ -480,7 +480,9 @@ def test_case_14_micro_batches_have_the_gradient_of_the_whole_batch(parts, new_h
         settings = dataclasses.replace(SETTINGS, accumulation=accumulation, log_every=1, save_every=None, evaluate_every=None)
         folder = tmp_path / str(accumulation)
         fit(head, verifier, new_source(head), PLAN[:5], settings, folder, constant)
-        found.append((weights(head), [(line["loss"], line["supervised_tokens"], line["grad_norm"]) for line in lines(folder)[:5]]))
+        found.append(
+            (weights(head), [(line["loss"], line["supervised_tokens"], line["grad_norm"]) for line in lines(folder)[:5]])
+        )
     (whole, told), (parted, again) = found
     for name, tensor in whole.items():
         torch.testing.assert_close(parted[name], tensor, atol=1e-5, rtol=0)

@@ -28,9 +28,11 @@ from .progress import progress_bar, say
 from .provenance import provenance
 from .ranks import in_turn, is_first
 from .runs import START, check_claim, claim, learns_adapter, run_recipe
+from .training.compiling import compile_layers
 from .training.recipe import Recipe
 from .training.strategies.sharded import leading
 from .training.trainer import fit
+from .training.wandb_log import wandb_report
 
 
 @dataclass
@@ -87,6 +89,9 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
         evaluator = build_evaluator(recipe, verifier, workshop.conversations.holdout)
     tree = build_tree(recipe.evaluation.trees[0])  # the cheapest look that still decodes for real
     section = recipe.training
+    head.recompute = section.gradient_checkpointing
+    if section.compile:
+        compile_layers(head)
     lengths = [len(s.ids) for s in training]
     plan = batch_plan(lengths, section.batch_tokens, section.seed, section.steps, section.epochs, recipe.data.packing)
     assert not head.needs or head.needs == workshop.layers, "the workshop was opened for other layers"
@@ -94,16 +99,19 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
         claim(run_folder, recipe)  # only now: bad input leaves no folder behind
         workshop.conversations.skips.write(run_folder / "skipped.jsonl")
         write_text(run_folder / "provenance.json", json.dumps(provenance(verifier, training), indent=1) + "\n")
-    progress = fit(
-        head,
-        verifier,
-        features,
-        plan,
-        build_settings(recipe),
-        run_folder,
-        lambda h: brief(evaluator.acceptance(h, tree, section.evaluate_prompts)),
-        strategy,
-    )
+    options = recipe.tracking.wandb and recipe.tracking.wandb.model_dump()
+    with wandb_report(options, run_folder, recipe.model_dump(mode="json")) as report:
+        progress = fit(
+            head,
+            verifier,
+            features,
+            plan,
+            build_settings(recipe),
+            run_folder,
+            lambda h: brief(evaluator.acceptance(h, tree, section.evaluate_prompts)),
+            strategy,
+            report,
+        )
     if progress.judged < len(plan):
         say(f"stopped at step {progress.step} of {len(plan)}, saved; the same command goes on")
         raise SystemExit(0)

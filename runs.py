@@ -17,7 +17,8 @@ from .training.sections.head import MedusaSection
 
 START = "start"  # in a run folder: an imported head that training goes on from
 FREE = {  # sections and fields that may change while a run goes on: how it is computed, looked at and judged
-    "evaluation", "training.strategy", "training.fsdp", "training.deepspeed", "training.accumulation", "training.log_every",
+    "evaluation", "tracking", "training.strategy", "training.fsdp", "training.deepspeed", "training.accumulation", "training.gradient_checkpointing", "training.compile",
+    "training.log_every",
     "training.save_every", "training.evaluate_every", "training.evaluate_prompts",
 }  # fmt: skip
 
@@ -48,9 +49,11 @@ def open_run(run_folder: Path) -> tuple[Recipe, DraftHead, Verifier]:
 
 
 def claim(run_folder: Path, recipe: Recipe) -> None:
-    """Write recipe.yaml; where there is one, this must be the same recipe but for FREE fields."""
+    """Write recipe.yaml; where there is one, it must be this recipe but for FREE fields."""
     check_claim(run_folder, recipe)
-    write_text(run_folder / "recipe.yaml", recipe_yaml(recipe))
+    path = run_folder / "recipe.yaml"
+    if not path.exists() or load_recipe(path) != recipe:
+        write_text(path, recipe_yaml(recipe))
 
 
 def check_claim(run_folder: Path, recipe: Recipe) -> None:

@@ -12,7 +12,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from .attention import attend_with_own, sight
+from .attention import Sight, attend_with_own, sight
 from .base import Batch, DraftHead, DraftSession, check_fits, columns_of
 from .cache import Ancestry, RaggedCache, additive, visible
 from .layers import DecoderLayer, RotaryPositions, attend
@@ -77,7 +77,7 @@ class RecurrentHead(DraftHead):
                 own_keys.append(key)
                 own_values.append(value)
             q = attention.query(x, *cos_sin)
-            states.append(layer.finish(residual, attend_with_own(q, keys, values, seen, own_keys, own_values)))
+            states.append(self.kept(layer_output, layer, residual, q, keys, values, seen, [*own_keys], [*own_values]))
         return rows, states
 
     @torch.no_grad()
@@ -88,6 +88,14 @@ class RecurrentHead(DraftHead):
     def begin(self, verifier: Verifier, batch: int, capacity: int) -> "RecurrentSession":
         check_fits(self.config, verifier.facts, verifier.name)
         return RecurrentSession(self, verifier, batch, capacity)
+
+
+def layer_output(
+    layer: DecoderLayer, residual: Tensor, q: Tensor, keys: Tensor, values: Tensor, seen: Sight, own_keys: list[Tensor],
+    own_values: list[Tensor],
+) -> Tensor:  # fmt: skip
+    """A step of the training-time test behind its queries: attention and MLP."""
+    return layer.finish(residual, attend_with_own(q, keys, values, seen, own_keys, own_values))
 
 
 def supervised_drafts(batch: Batch, features: Features, target_ids: Tensor, vocab_size: int, depth: int) -> Tensor:

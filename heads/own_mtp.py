@@ -79,7 +79,7 @@ def as_block(own: dict[str, Tensor], verifier: Verifier, number: int) -> dict[st
             block["proj.weight"] = tensor.float()
         elif stem in OURS:
             block[f"{OURS[stem]}.{kind}"] = tensor.float()
-        elif name not in TABLES:
+        elif name not in TABLES and not name.endswith("rotary_emb.inv_freq"):  # old files hold what is computed
             block[f"layer.{name}"] = tensor.float()
     return block
 

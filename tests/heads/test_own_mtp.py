@@ -51,6 +51,7 @@ def checkpoint(tiny: Build, tmp_path: Path) -> Callable[..., Path]:
                 noise = torch.randn(shape, generator=generator)
                 extra[start + name] = 1 + 0.2 * noise if "norm" in name else 0.2 * noise
             if naming == "deepseek":
+                extra[start + "self_attn.rotary_emb.inv_freq"] = torch.ones(4)
                 extra[start + "embed_tokens.weight"] = verifier.embedding_table.detach().clone()
                 extra[start + "shared_head.head.weight"] = verifier.lm_head.weight.detach().clone()
         if not shards:

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from .errors import UserError
+from .export.contracts.folder import read_config
 from .export.read import read_head
-from .heads.base import DraftHead
+from .heads.base import DraftHead, check_fits
 from .heads.hub import load_head
 from .heads.verifier import Verifier
 from .training.sections.head import HeadSection
@@ -27,14 +28,10 @@ def read_start(section: HeadSection, verifier: Verifier) -> DraftHead | None:
     if section.start is None or section.kind == "mtp":  # a verifier's own modules are no head yet
         return None
     folder = Path(section.start).expanduser()
-    head = load_head(folder) if is_own(folder) else read_head(folder, verifier, "vllm")
+    own = folder.is_dir() and "kind" in read_config(folder / "config.json")  # as this package saves heads
+    head = load_head(folder) if own else read_head(folder, verifier, "vllm")
+    check_fits(head.config, verifier.facts, verifier.name)
     return go_on(head, section, folder)
-
-
-def is_own(folder: Path) -> bool:
-    """Whether it is a head as this package saves it."""
-    config = folder / "config.json"
-    return config.is_file() and '"kind"' in config.read_text(encoding="utf-8", errors="replace")
 
 
 def start_from(folder: Path, section: HeadSection) -> DraftHead:

@@ -293,6 +293,12 @@ def test_a_start_that_does_not_fit_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_start_for_another_verifier(base: Path, tiny: Build, tiny_medusa: Build, write: Build, tmp_path: Path) -> None:
+    save_head(tiny_medusa(tiny("llama", vocab_size=300)), tmp_path / "other")
+    told = refused("train", write(head={"kind": "medusa", "start": str(tmp_path / "other")}), "--run-folder", tmp_path / "run")
+    assert told == f"head and verifier {base} do not fit: the head's vocabulary is 300, the verifier's 258"
+
+
 def test_a_started_head_may_be_less_deep_than_the_trees(publish: Build, write: Build, tmp_path: Path) -> None:
     folder = publish("medusa", heads=2)
     recipe = write(head={"kind": "medusa", "start": str(folder)})

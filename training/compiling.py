@@ -1,6 +1,6 @@
 """torch.compile for what a head computes row by row: its MLPs and residual blocks.
 
-Rows alone vary from batch to batch, so one graph serves all batches (attention, whose shapes vary in every way, stays as it is).
+Rows alone vary from batch to batch, so one graph serves all (attention, whose shapes vary in every way, stays as it is).
 """
 
 from collections.abc import Callable

@@ -129,7 +129,7 @@ def collate(samples: Sequence[Sample], device: torch.device, rows: Sequence[Sequ
     places = [torch.arange(len(sample.ids)) for sample in samples]
     lengths = torch.tensor([sum(len(samples[i].ids) for i in row) for row in rows or [[i] for i in range(len(samples))]])
     positions = None if rows is None else lay_out(places, 0, rows).to(device)
-    return Batch(ids.to(device), mask.to(device), lengths.to(device), positions)
+    return Batch(ids.to(device), mask.to(device), lengths.to(device), positions=positions)
 
 
 def lay_out(parts: Sequence[Tensor], fill: float, rows: Sequence[Sequence[int]] | None = None) -> Tensor:

@@ -36,19 +36,15 @@ class Sight:
 
 
 def sight(first: Tensor, last: Tensor, real: Tensor, heads: int) -> Sight:
-    """first, last: [B, R]; real: bool [B, R], false where a row is padding: what comes out there is finite, and no more."""
+    """first, last: [B, R]; real: bool [B, R], false where a row is padding, which it is not in all samples: what comes out
+    there is finite, and no more."""
     batch, rows = first.shape
-    largest = torch.iinfo(first.dtype).max
-    lows = first.where(real, largest).amin(0).tolist() if batch and rows else []
-    highs = last.where(real, -1).amax(0).tolist() if batch and rows else []
-    pieces, start, width = [], 0, max(highs, default=0) + 1
+    lows = first.where(real, torch.iinfo(first.dtype).max).amin(0).tolist()
+    highs = last.where(real, -1).amax(0).tolist()
     limit = SCORES if first.device.type == "cpu" else SCORES * TIMES_ON_GPU
-    while start < rows:
-        stop = min(rows, start + max(1, limit // (batch * heads * max(width, 1))))
-        low, high = min(lows[start:stop]), max(highs[start:stop]) + 1
-        pieces.append((slice(start, stop), slice(low, high) if low < high else slice(0, 1)))
-        start = stop
-    return Sight(first, last, tuple(pieces))
+    size = max(1, limit // (batch * heads * (max(highs, default=0) + 1)))
+    pieces = [slice(start, min(rows, start + size)) for start in range(0, rows, size)]
+    return Sight(first, last, tuple((its, slice(min(lows[its]), max(highs[its]) + 1)) for its in pieces))
 
 
 def attend_with_own(
@@ -68,7 +64,7 @@ class _AttendWithOwn(torch.autograd.Function):
         device = q.device.type
         products = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
         ctx.dtypes = [x.dtype for x in (q, *others)]
-        q, k, v, *own = (x.to(products) for x in (q, *others))
+        q, k, v, *own = (x.to(products) for x in (q * q.shape[-1] ** -0.5, *others))
         precise = torch.promote_types(products, torch.float32)
         out, total = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=precise)
         keys, values = own[: len(own) // 2], own[len(own) // 2 :]
@@ -92,7 +88,7 @@ class _AttendWithOwn(torch.autograd.Function):
         out, total, q, k, v, *own = ctx.saved_tensors
         precise, products = total.dtype, q.dtype
         keys, values = own[: len(own) // 2], own[len(own) // 2 :]
-        groups, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
+        groups, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5  # q is scaled already
         grad_out = grads[0].to(products)
         grad_q = torch.empty_like(q)
         grad_k, grad_v = torch.zeros_like(k, dtype=precise), torch.zeros_like(v, dtype=precise)
@@ -106,35 +102,35 @@ class _AttendWithOwn(torch.autograd.Function):
             by_value = given.flatten(2, 3)
             grad_v[:, :, slots] += weights.to(products).flatten(2, 3).transpose(-1, -2) @ by_value
             of_scores = grouped_product(given, v[:, :, slots].transpose(-1, -2)).to(precise)
-            of_scores = of_scores.sub_(mean).mul_(weights).mul_(scale).to(products)
+            of_scores = of_scores.sub_(mean).mul_(weights).to(products)
             grad_k[:, :, slots] += of_scores.flatten(2, 3).transpose(-1, -2) @ asked.flatten(2, 3)
             found = grouped_product(of_scores, k[:, :, slots]).to(precise)
             for j, (key, value) in enumerate(zip(keys, values, strict=True)):
                 weight, value = own_weights[..., j, None], value[:, :, None, rows]
-                of_score = weight * ((given.to(precise) * value).sum(-1, keepdim=True) - mean) * scale
+                of_score = weight * ((given.to(precise) * value).sum(-1, keepdim=True) - mean)
                 found += of_score * key[:, :, None, rows]
                 grad_keys[j][:, :, rows] = (of_score * asked).sum(2).to(products)
                 grad_values[j][:, :, rows] = (weight * given).sum(2).to(products)
-            grad_q[:, :, rows] = found.flatten(1, 2).to(products)
+            grad_q[:, :, rows] = (found * scale).flatten(1, 2).to(products)
         found_all = (grad_q, grad_k, grad_v, *grad_keys, *grad_values)
         return None, *(x.to(dtype) for x, dtype in zip(found_all, ctx.dtypes, strict=True))
 
 
 def piece_scores(seen: Sight, q: Tensor, k: Tensor, own: Sequence[Tensor], rows: slice, slots: slice) -> tuple[Tensor, Tensor]:
-    """Scaled logits of a piece: over the shared slots [B, G, g, C, N], and over the rows' own keys [B, G, g, C, J].
+    """Logits of a piece: over the shared slots [B, G, g, C, N], and over the rows' own keys [B, G, g, C, J].
 
     Without own keys J is 1 and the logit so low that it has no weight: a maximum over nothing is none.
     """
     precise = torch.promote_types(q.dtype, torch.float32)
-    lowest, scale = torch.finfo(precise).min, q.shape[-1] ** -0.5
+    lowest = torch.finfo(precise).min
     asked = q[:, :, rows].unflatten(1, (k.shape[1], -1))
-    scores = grouped_product(asked, k[:, :, slots].transpose(-1, -2)).to(precise).mul_(scale)
+    scores = grouped_product(asked, k[:, :, slots].transpose(-1, -2)).to(precise)
     index = torch.arange(slots.start, slots.stop, device=q.device)
     hidden = (index < seen.first[:, rows, None]) | (index > seen.last[:, rows, None])
     scores.masked_fill_(hidden[:, None, None], lowest)
     if not own:
         return scores, scores.new_full((*scores.shape[:-1], 1), lowest)
-    return scores, torch.stack([(asked.to(precise) * key[:, :, None, rows]).sum(-1) * scale for key in own], -1)
+    return scores, torch.stack([(asked.to(precise) * key[:, :, None, rows]).sum(-1) for key in own], -1)
 
 
 def grouped_product(x: Tensor, y: Tensor) -> Tensor:

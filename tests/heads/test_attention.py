@@ -1,6 +1,9 @@
 """Attention over shared keys and own keys against one dense softmax over all S · K keys, in float64."""
 
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import headstart
 from headstart.heads import attention
 from headstart.heads.attention import attend_with_own, sight
 
 HEADS, GROUPS, SIZE = 4, 2, 6
+BENCHMARK = Path(headstart.__file__).parent / "benchmarks" / "ttt_memory.py"
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, documents: list[int]) -> Tensor:
@@ -151,3 +156,12 @@ def test_rows_read_no_more_slots_than_they_see(monkeypatch: pytest.MonkeyPatch) 
     first = torch.tensor([[0] * 4 + [4] * 6 + [10] * 2])
     pieces = sight(first, torch.arange(12)[None], torch.ones(1, 12).bool(), heads=2).pieces
     assert pieces == ((slice(0, 4), slice(0, 4)), (slice(4, 8), slice(4, 8)), (slice(8, 12), slice(4, 12)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BENCHMARK.exists(), reason="runs in a checkout")
+def test_the_benchmark_runs_and_its_forms_agree() -> None:
+    sizes = ["--tokens", "64", "--steps", "3", "--heads", "2", "--groups", "1", "--size", "8"]
+    done = subprocess.run([sys.executable, BENCHMARK, *sizes], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:5]] == ["form", "mask", "scores", "pieces"]

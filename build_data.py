@@ -1,5 +1,6 @@
 """From a recipe's verifier and data sections to conversations, samples and features."""
 
+import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +11,17 @@ from .data.answers import Answered, AnswerStore, regenerate
 from .data.chat import Sample, samples, truncate
 from .data.conversations import Conversation, read_conversations, spread
 from .data.features import FeatureSource, MemoryFeatures, OnlineFeatures
+from .data.manifest import MASK_RULE, check_folder, claim_folder
 from .data.skips import Skips
+from .data.store import FeatureStore, check_room
+from .data.stored import StoredFeatures
+from .data.survey import SHARD, Layout, survey
 from .errors import UserError
 from .heads.builtin import cache_folder
 from .heads.verifier import Features, Verifier
 from .progress import progress_bar
 from .training.recipe import Recipe
+from .training.sections.features import StoredSection
 
 
 def build_verifier(recipe: Recipe) -> Verifier:
@@ -89,9 +95,43 @@ def build_features(
     layers: Sequence[int],
     known: Sequence[Features | None] | None,
 ) -> FeatureSource:
+    if isinstance(recipe.data.features, StoredSection):
+        stored = open_store(recipe, recipe.data.features, verifier, training)
+        todo = sum(len(training[i].ids) for i in stored.store.missing(range(len(training))))
+        with progress_bar("verifier reads the samples", todo, unit="tokens") as bar:
+            stored.fill(bar)
+        return stored
     if recipe.data.features == "online":
         return OnlineFeatures(verifier, training, layers)
     missing = [sample for i, sample in enumerate(training) if known is None or known[i] is None]
     tokens = sum(len(sample.ids) for sample in missing)
     with progress_bar("verifier reads the samples", tokens, unit="tokens") as bar:
         return MemoryFeatures(verifier, training, layers, 2048, known, bar)
+
+
+def build_layout(recipe: Recipe, section: StoredSection, verifier: Verifier) -> Layout:
+    """EAGLE-3 reads its layers everywhere and the last state where a supervised token follows; the others the last state."""
+    layers = needed_layers(recipe, verifier)
+    return Layout(layers, verifier.facts.hidden_size, section.dtype, everywhere=not layers)
+
+
+def open_store(recipe: Recipe, section: StoredSection, verifier: Verifier, training: Sequence[Sample]) -> StoredFeatures:
+    """The store of the recipe's folder, if it was made for just this and there is room for what it lacks."""
+    layout, folder = build_layout(recipe, section, verifier), Path(section.stored).expanduser()
+    counted = survey(training, layout)
+    key = {
+        "verifier": verifier.fingerprint,  # weights, configuration and chat template
+        "template": hashlib.blake2b(str(verifier.tokenizer.chat_template).encode(), digest_size=8).hexdigest(),
+        "dtype": section.dtype,
+        "layers": list(layout.layers),
+        "last": "every token" if layout.everywhere else "before supervised tokens",
+        "prenorm": False,
+        "mask": MASK_RULE,
+        "max_length": recipe.data.max_length,
+        "samples": counted.digest,
+    }
+    check_folder(folder, key)
+    check_room(folder, counted.total_bytes(), section.keep_bytes)
+    about = {"model": verifier.name, "revision": getattr(verifier.config, "_commit_hash", None), "shard_bytes": SHARD}
+    claim_folder(folder, key, about)
+    return StoredFeatures(verifier, training, FeatureStore(folder, counted, section.keep_bytes))

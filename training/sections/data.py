@@ -7,6 +7,7 @@ from pydantic import ValidatorFunctionWrapHandler as Handler
 
 from .base import Section
 from .builtin import BUILTIN_PROMPTS, known_builtin
+from .features import FeaturesSection
 
 
 def share_or_split(value: Any, handler: Handler) -> float | Literal["split"]:
@@ -32,8 +33,9 @@ class DataSection(Section):
     )
     answer_tokens: int = Field(default=256, ge=1, description="most new tokens of a regenerated answer")
     answer_batch: int = Field(default=64, ge=1, description="prompts answered at a time")
-    features: Literal["online", "memory"] = Field(
-        default="online", description="run the verifier every step, or once and keep its states in memory"
+    features: FeaturesSection = Field(
+        default="online",
+        description="online runs the verifier every step, memory once; {stored: FOLDER} keeps its states on disk",
     )
 
     @field_validator("train")

@@ -1,0 +1,228 @@
+"""A folder of hidden states: safetensors shards, each a group of samples, and a manifest of everything they depend on.
+
+A shard appears under its name only when it is whole, so a killed writer leaves nothing to clean up and several processes may
+write at once; one sample in two shards is only wasted work. Each sample has a checksum over its states, its ids and its mask.
+Shards hold: samples [n], checksums [n]; layers [T, L, d] and choice [T] of all their tokens one after the other; last [A, d],
+of every token or only of those before a supervised one; layers_scale [T, L] and last_scale [A] where a value is one byte.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import UserError
+from ..progress import say
+from .survey import Survey
+
+OPEN = 64  # shards mapped at a time
+PARTS = ("layers", "layers_scale", "last", "last_scale", "choice")  # of a sample, in the order of its checksum
+
+Rows = dict[str, Tensor]  # one sample's tensors, by the names in PARTS
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file, and the boundaries of its samples in tokens and in rows of `last`: [n + 1]."""
+
+    path: Path
+    tokens: np.ndarray
+    last: np.ndarray
+
+
+class FeatureStore:
+    """The shards of one folder, for the samples that `survey` counted. keep: bytes of shards, None is all of them."""
+
+    def __init__(self, folder: Path, survey: Survey, keep: int | None = None) -> None:
+        self.folder, self.survey, self.keep = folder, survey, keep
+        self.shard_of = np.full(len(survey.tokens), -1, np.int32)  # index into `shards`, -1 where missing
+        self.number = np.zeros(len(survey.tokens), np.int32)  # a sample's place in its shard
+        self.shards: list[Shard] = []
+        self.known: set[Path] = set()
+        self.mapped: OrderedDict[Path, dict[str, Tensor]] = OrderedDict()
+        sweep(folder)
+        self.scan()
+
+    def missing(self, samples: Sequence[int]) -> list[int]:
+        return [i for i in samples if self.shard_of[i] < 0]
+
+    def scan(self) -> None:
+        """Take in shards that appeared since; a torn one is deleted, and its samples are missing again."""
+        for path in sorted(self.folder.glob("*.safetensors")):
+            if path in self.known:
+                continue
+            try:
+                with safe_open(path, "pt") as file:
+                    numbers = file.get_tensor("samples").tolist()
+            except FileNotFoundError:  # evicted by another process
+                continue
+            except SafetensorError as error:
+                say(f"{path}: torn ({error}); it will be written again")
+                path.unlink(missing_ok=True)
+                continue
+            self._know(path, numbers)
+
+    def _know(self, path: Path, numbers: list[int]) -> None:
+        tokens, last = (np.cumsum([0, *counts[numbers]]) for counts in (self.survey.tokens, self.survey.last_rows))
+        self.shard_of[numbers] = len(self.shards)
+        self.number[numbers] = range(len(numbers))
+        self.shards.append(Shard(path, tokens, last))
+        self.known.add(path)
+
+    def read(self, i: int) -> Rows | None:
+        """One sample as views of its shard; None where it is missing or does not match its checksum."""
+        if self.shard_of[i] < 0:
+            return None
+        shard, number = self.shards[self.shard_of[i]], self.number[i]
+        try:
+            tensors = self._map(shard.path)
+        except (FileNotFoundError, SafetensorError):
+            self.forget(shard.path)
+            return None
+        rows = {}
+        for name in PARTS:
+            if name in tensors:
+                bounds = shard.last if name.startswith("last") else shard.tokens
+                rows[name] = tensors[name][bounds[number] : bounds[number + 1]]
+        if self.checksum(i, rows) != int(tensors["checksums"][number]):
+            say(f"{shard.path}: sample {i} does not match its checksum; the shard will be written again")
+            self.forget(shard.path)
+            shard.path.unlink(missing_ok=True)
+            return None
+        return rows
+
+    def _map(self, path: Path) -> dict[str, Tensor]:
+        if path in self.mapped:
+            self.mapped.move_to_end(path)
+            return self.mapped[path]
+        with safe_open(path, "pt") as file:
+            self.mapped[path] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if len(self.mapped) > OPEN:
+            self.mapped.popitem(last=False)
+        return self.mapped[path]
+
+    def checksum(self, i: int, rows: Rows) -> int:
+        value = int(self.survey.checksums[i])
+        for name in PARTS:
+            if name in rows:
+                value = zlib.crc32(rows[name].contiguous().view(torch.uint8).numpy(), value)
+        return value
+
+    def write(self, samples: dict[int, Rows]) -> None:
+        """Add a shard of these samples, then evict the oldest ones beyond `keep`."""
+        numbers = list(samples)
+        first = samples[numbers[0]]
+        tensors = {name: torch.cat([rows[name] for rows in samples.values()]) for name in PARTS if name in first}
+        tensors["samples"] = torch.tensor(numbers)
+        tensors["checksums"] = torch.tensor([self.checksum(i, rows) for i, rows in samples.items()])
+        digest = hashlib.blake2b(str(numbers).encode(), digest_size=4).hexdigest()
+        path = self.folder / f"{numbers[0]:08d}-{digest}.safetensors"
+        try:
+            with own_folder(self.folder) as own:
+                save_file(tensors, own / path.name)
+                with (own / path.name).open("rb") as file:
+                    os.fsync(file.fileno())
+                (own / path.name).replace(path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: cannot be written: {error}; what is complete stays, so make room and run again") from None
+        self.forget(path)
+        self._know(path, numbers)
+        self._evict(path)
+
+    def _evict(self, newest: Path) -> None:
+        if self.keep is None:
+            return
+        files = [(stat.st_mtime_ns, path, stat.st_size) for path, stat in shard_files(self.folder)]
+        total = sum(size for _, _, size in files)
+        for _, path, size in sorted(files):
+            if total <= self.keep:
+                break
+            if path != newest:
+                path.unlink(missing_ok=True)
+                self.forget(path)
+                total -= size
+
+    def forget(self, path: Path) -> None:
+        self.mapped.pop(path, None)
+        self.known.discard(path)
+        for index, shard in enumerate(self.shards):
+            if shard.path == path:
+                self.shard_of[self.shard_of == index] = -1
+
+    @contextmanager
+    def claim(self, chunk: int, wait: bool) -> Iterator[bool]:
+        """Whether this process is the one to write a chunk now. The claim ends with the process, however that ends."""
+        path = self.folder / f".{chunk}.claim"
+        with path.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+            path.unlink(missing_ok=True)
+
+
+def check_room(folder: Path, needed: int, keep: int | None = None) -> None:
+    """Refuse shards of `needed` bytes (or `keep`, if that is less) that the disk has no room for beside those there are."""
+    needed = needed if keep is None else min(needed, keep)
+    there = sum(stat.st_size for _, stat in shard_files(folder))
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+    free = shutil.disk_usage(existing).free
+    if needed - there > free:
+        raise UserError(f"data.features.stored: {folder} needs {(needed - there) / 1e9:.2f} GB more and the disk has "
+                        f"{free / 1e9:.2f} GB free; set keep, a smaller dtype or fewer data.rows")  # fmt: skip
+
+
+def shard_files(folder: Path) -> list[tuple[Path, os.stat_result]]:
+    """The shards there are; one that another process evicts meanwhile is none."""
+    found = []
+    for path in folder.glob("*.safetensors"):
+        try:
+            found.append((path, path.stat()))
+        except FileNotFoundError:
+            continue
+    return found
+
+
+@contextmanager
+def own_folder(parent: Path) -> Iterator[Path]:
+    """A folder to write in that `sweep` leaves alone while this process lives."""
+    own = Path(tempfile.mkdtemp(prefix=".writing-", dir=parent))
+    handle = os.open(own, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield own
+    finally:
+        os.close(handle)
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed writers left."""
+    for left in folder.glob(".writing-*"):
+        try:
+            handle = os.open(left, os.O_RDONLY)
+        except FileNotFoundError:  # its writer has just finished
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+        finally:
+            os.close(handle)

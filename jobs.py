@@ -21,6 +21,7 @@ from .heads.files import write_text
 from .heads.hub import load_head
 from .heads.verifier import Verifier
 from .progress import progress_bar, say
+from .provenance import provenance
 from .runs import START, check_claim, claim
 from .training.recipe import Recipe, load_recipe
 from .training.sections.head import HeadSection
@@ -78,6 +79,7 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     assert not head.needs or head.needs == workshop.layers, "the workshop was opened for other layers"
     claim(run_folder, recipe)  # only now: bad input leaves no folder behind
     workshop.conversations.skips.write(run_folder / "skipped.jsonl")
+    write_text(run_folder / "provenance.json", json.dumps(provenance(verifier, training), indent=1) + "\n")
     fit(
         head,
         verifier,

@@ -1,27 +1,24 @@
 """From a recipe's verifier and data sections to conversations, samples and features."""
 
-import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from .build_features import build_features
 from .build_heads import needed_layers
 from .data.answers import Answered, AnswerStore, regenerate
 from .data.chat import Sample, samples, truncate
 from .data.conversations import Conversation, read_conversations, spread
-from .data.features import FeatureSource, MemoryFeatures, OnlineFeatures
-from .data.manifest import MASK_RULE, check_folder, claim_folder
+from .data.features import FeatureSource
 from .data.skips import Skips
-from .data.store import FeatureStore, check_room
-from .data.stored import StoredFeatures
-from .data.survey import SHARD, Layout, survey
+from .data.spool import Chosen, Spool
 from .errors import UserError
 from .heads.builtin import cache_folder
-from .heads.verifier import Features, Verifier
+from .heads.verifier import Verifier
 from .progress import progress_bar
 from .training.recipe import Recipe
-from .training.sections.features import StoredSection
 
 
 def build_verifier(recipe: Recipe) -> Verifier:
@@ -33,8 +30,8 @@ PROMPTS = Path(__file__).parent / "data" / "prompts"
 
 @dataclass(frozen=True)
 class Conversations:
-    train: list[Conversation]
-    holdout: list[Conversation]
+    train: Sequence[Conversation]
+    holdout: Sequence[Conversation]
     skips: Skips  # what was left out, of the files and later of the samples
 
 
@@ -42,7 +39,7 @@ def build_conversations(recipe: Recipe) -> Conversations:
     """All conversations of the recipe, parted into training and held-out ones."""
     paths = [path for name in recipe.data.train for path in data_paths(name)]
     skips = Skips()
-    rows = spread(list(read_conversations(paths, skips)), recipe.data.rows)
+    rows = spread(Spool(read_conversations(paths, skips), cache_folder() / "spool"), recipe.data.rows)
     if recipe.data.holdout == "split":
         held = [row.split == "holdout" for row in rows]
     else:
@@ -51,8 +48,8 @@ def build_conversations(recipe: Recipe) -> Conversations:
         )
         held = [i in chosen for i in range(len(rows))]
     parted = Conversations(
-        [row for row, out in zip(rows, held, strict=True) if not out],
-        [row for row, out in zip(rows, held, strict=True) if out],
+        Chosen(rows, (i for i, out in enumerate(held) if not out)),
+        Chosen(rows, (i for i, out in enumerate(held) if out)),
         skips,
     )
     if not parted.train or not parted.holdout:
@@ -65,12 +62,25 @@ def data_paths(name: str) -> list[Path]:
     return sorted(PROMPTS.glob("*.jsonl")) if name == "builtin:prompts" else [Path(name).expanduser()]
 
 
-def build_samples(recipe: Recipe, verifier: Verifier, conversations: Conversations) -> tuple[list[Sample], FeatureSource]:
+def render_samples(recipe: Recipe, tokenizer: Any, conversations: Conversations) -> Sequence[Sample]:
+    """The files' own answers, on disk until training reads them: neither rows nor samples may fill the memory."""
+    with progress_bar("rendering", len(conversations.train), unit="conversations") as bar:
+
+        def told() -> Iterator[Conversation]:
+            for conversation in conversations.train:
+                yield conversation
+                bar(1)
+
+        rows = samples(tokenizer, told(), recipe.data.max_length, conversations.skips)
+        return Spool(rows, cache_folder() / "spool")
+
+
+def build_samples(recipe: Recipe, verifier: Verifier, conversations: Conversations) -> tuple[Sequence[Sample], FeatureSource]:
     """Training samples with exact masks (the files' own answers or the verifier's), and where their features come from."""
     data, layers = recipe.data, needed_layers(recipe, verifier)
     if data.answers == "keep":
-        rows = list(samples(verifier.tokenizer, conversations.train, data.max_length, conversations.skips))
-        return rows, build_features(recipe, verifier, rows, layers, None)
+        rendered = render_samples(recipe, verifier.tokenizer, conversations)
+        return rendered, build_features(recipe, verifier, rendered, layers, None)
     store = AnswerStore(cache_folder() / "answers", verifier.fingerprint, data.answer_tokens)
     turns = sum(max(1, sum(m["role"] == "user" for m in c.messages)) for c in conversations.train)
     keep = layers if data.features == "memory" else None
@@ -86,52 +96,3 @@ def build_samples(recipe: Recipe, verifier: Verifier, conversations: Conversatio
         raise UserError(f"{len(fitting)} of {len(fitting)} rows have {reason}; raise data.max_length")
     rows = [a.sample for a in kept]
     return rows, build_features(recipe, verifier, rows, layers, [a.features if not a.sample.cut else None for a in kept])
-
-
-def build_features(
-    recipe: Recipe,
-    verifier: Verifier,
-    training: Sequence[Sample],
-    layers: Sequence[int],
-    known: Sequence[Features | None] | None,
-) -> FeatureSource:
-    if isinstance(recipe.data.features, StoredSection):
-        stored = open_store(recipe, recipe.data.features, verifier, training)
-        todo = sum(len(training[i].ids) for i in stored.store.missing(range(len(training))))
-        with progress_bar("verifier reads the samples", todo, unit="tokens") as bar:
-            stored.fill(bar)
-        return stored
-    if recipe.data.features == "online":
-        return OnlineFeatures(verifier, training, layers)
-    missing = [sample for i, sample in enumerate(training) if known is None or known[i] is None]
-    tokens = sum(len(sample.ids) for sample in missing)
-    with progress_bar("verifier reads the samples", tokens, unit="tokens") as bar:
-        return MemoryFeatures(verifier, training, layers, 2048, known, bar)
-
-
-def build_layout(recipe: Recipe, section: StoredSection, verifier: Verifier) -> Layout:
-    """EAGLE-3 reads its layers everywhere and the last state where a supervised token follows; the others the last state."""
-    layers = needed_layers(recipe, verifier)
-    return Layout(layers, verifier.facts.hidden_size, section.dtype, everywhere=not layers)
-
-
-def open_store(recipe: Recipe, section: StoredSection, verifier: Verifier, training: Sequence[Sample]) -> StoredFeatures:
-    """The store of the recipe's folder, if it was made for just this and there is room for what it lacks."""
-    layout, folder = build_layout(recipe, section, verifier), Path(section.stored).expanduser()
-    counted = survey(training, layout)
-    key = {
-        "verifier": verifier.fingerprint,  # weights, configuration and chat template
-        "template": hashlib.blake2b(str(verifier.tokenizer.chat_template).encode(), digest_size=8).hexdigest(),
-        "dtype": section.dtype,
-        "layers": list(layout.layers),
-        "last": "every token" if layout.everywhere else "before supervised tokens",
-        "prenorm": False,
-        "mask": MASK_RULE,
-        "max_length": recipe.data.max_length,
-        "samples": counted.digest,
-    }
-    check_folder(folder, key)
-    check_room(folder, counted.total_bytes(), section.keep_bytes)
-    about = {"model": verifier.name, "revision": getattr(verifier.config, "_commit_hash", None), "shard_bytes": SHARD}
-    claim_folder(folder, key, about)
-    return StoredFeatures(verifier, training, FeatureStore(folder, counted, section.keep_bytes))

@@ -46,7 +46,7 @@ class Workshop:
     verifier: Verifier
     evaluator: Evaluator  # with the verifier in evaluation.dtype
     conversations: Conversations
-    samples: list[Sample]
+    samples: Sequence[Sample]
     features: FeatureSource
     layers: tuple[int, ...]  # that the features hold
 
@@ -75,7 +75,10 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
         head = build_head(recipe, verifier, training, workshop.features)
     tree = build_tree(recipe.evaluation.trees[0])  # the cheapest look that still decodes for real
     section = recipe.training
-    plan = batch_plan([len(s.ids) for s in training], section.batch_tokens, section.seed, section.steps, section.epochs)
+    lengths = [len(s.ids) for s in training]
+    plan = batch_plan(
+        lengths, section.batch_tokens, section.seed, section.steps, section.epochs, recipe.data.packing, section.group_lengths
+    )
     assert not head.needs or head.needs == workshop.layers, "the workshop was opened for other layers"
     claim(run_folder, recipe)  # only now: bad input leaves no folder behind
     workshop.conversations.skips.write(run_folder / "skipped.jsonl")

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import UserError
 from .normalise import parse_row
 from .readers import check_path, read_rows
 from .skips import BadRow, OnBad, Skips
+from .spool import Chosen
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def _label(row: dict[str, Any], *names: str) -> str | None:
     return next((str(row[name]) for name in names if isinstance(row.get(name), str | int) and row[name] != ""), None)
 
 
-def spread(rows: Sequence[Any], limit: int | None) -> list[Any]:
+def spread(rows: Sequence[T], limit: int | None) -> Sequence[T]:
     """At most `limit` of the rows, evenly spaced, so that every file and category keeps its share."""
     count = len(rows) if limit is None else min(limit, len(rows))
-    return [rows[i * len(rows) // count] for i in range(count)]
+    return Chosen(rows, (i * len(rows) // count for i in range(count)))

@@ -3,6 +3,7 @@
 import os
 import pickle
 import tempfile
+import weakref
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ class Spool(Sequence[T], Generic[T]):
 
     def __init__(self, items: Iterable[T], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.file = tempfile.TemporaryFile(dir=folder)
+        self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (as long as the spool lives)
+        weakref.finalize(self, self.file.close)
         self.edges = array("q", [0])
         for item in items:
             self.edges.append(self.edges[-1] + self.file.write(pickle.dumps(item, pickle.HIGHEST_PROTOCOL)))

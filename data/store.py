@@ -118,7 +118,7 @@ class FeatureStore:
         value = int(self.survey.checksums[i])
         for name in PARTS:
             if name in rows:
-                value = zlib.crc32(rows[name].contiguous().view(torch.uint8).numpy(), value)
+                value = zlib.crc32(rows[name].contiguous().view(torch.uint8).numpy().data, value)
         return value
 
     def write(self, samples: dict[int, Rows]) -> None:
@@ -179,12 +179,15 @@ class FeatureStore:
 def check_room(folder: Path, needed: int, keep: int | None = None) -> None:
     """Refuse shards of `needed` bytes (or `keep`, if that is less) that the disk has no room for beside those there are."""
     needed = needed if keep is None else min(needed, keep)
-    there = sum(stat.st_size for _, stat in shard_files(folder))
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
-    free = shutil.disk_usage(existing).free
-    if needed - there > free:
-        raise UserError(f"data.features.stored: {folder} needs {(needed - there) / 1e9:.2f} GB more and the disk has "
-                        f"{free / 1e9:.2f} GB free; set keep, a smaller dtype or fewer data.rows")  # fmt: skip
+    more, free = needed - sum(stat.st_size for _, stat in shard_files(folder)), free_bytes(folder)
+    if more > free:
+        raise UserError(f"data.features.stored: {folder} needs {more / 1e9:.2f} GB more and the disk has {free / 1e9:.2f} GB "
+                        "free; set keep, a smaller dtype or fewer data.rows")  # fmt: skip
+
+
+def free_bytes(folder: Path) -> int:
+    """Free on the disk that holds the folder, or will."""
+    return shutil.disk_usage(next(there for there in (folder, *folder.absolute().parents) if there.is_dir())).free
 
 
 def shard_files(folder: Path) -> list[tuple[Path, os.stat_result]]:

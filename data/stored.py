@@ -10,8 +10,8 @@ from ..heads.base import Batch
 from ..heads.verifier import Features, Verifier
 from .chat import Sample
 from .encoding import decode, encode
-from .features import FeatureSource, compute, pad
-from .packing import collate, split_by_tokens
+from .features import FeatureSource, compute
+from .packing import collate, lay_out, split_by_tokens
 from .store import FeatureStore, Rows
 from .survey import HEADER, Layout
 
@@ -21,18 +21,17 @@ Heard = Callable[[int], None]
 class StoredFeatures(FeatureSource):
     """States of `samples` out of a store. What it lacks is computed, stored and served as it was stored."""
 
-    def __init__(self, verifier: Verifier, samples: Sequence[Sample], store: FeatureStore, batch_tokens: int = 2048) -> None:
-        self.verifier, self.samples, self.store, self.batch_tokens = verifier, samples, store, batch_tokens
+    def __init__(
+        self, verifier: Verifier, samples: Sequence[Sample], store: FeatureStore, batch_tokens: int = 2048,
+        row_tokens: int | None = None,
+    ) -> None:  # fmt: skip
+        self.verifier, self.samples, self.store = verifier, samples, store
+        self.batch_tokens, self.row_tokens = batch_tokens, row_tokens
         self.layout: Layout = store.survey.layout
 
     def fill(self, on_tokens: Heard = lambda count: None) -> None:
         """Write what is missing, as far as `keep` goes. Processes that fill the same folder share the work."""
-        sizes, room = self.store.survey.sample_bytes(), self.store.keep
-        chunks = []
-        for chunk in self.store.survey.chunks():
-            room = None if room is None else room - int(sizes[chunk].sum()) - HEADER
-            if room is None or room >= 0:
-                chunks.append(chunk)
+        chunks = self._chunks()
         for wait in (False, True):  # first what nobody is at, then what somebody may have died over
             for number, chunk in enumerate(chunks):
                 if not self.store.missing(chunk):
@@ -42,16 +41,29 @@ class StoredFeatures(FeatureSource):
                         self.store.scan()
                         self.make(self.store.missing(chunk), on_tokens)
 
+    def tokens_to_fill(self) -> int:
+        return int(sum(self.store.survey.tokens[self.store.missing(chunk)].sum() for chunk in self._chunks()))
+
+    def _chunks(self) -> list[range]:
+        """What makes a shard each, as far as `keep` goes."""
+        sizes, room = self.store.survey.sample_bytes(), self.store.keep
+        chunks = []
+        for chunk in self.store.survey.chunks():
+            room = None if room is None else room - int(sizes[chunk].sum()) - HEADER
+            if room is None or room >= 0:
+                chunks.append(chunk)
+        return chunks
+
     def make(self, indices: Sequence[int], on_tokens: Heard = lambda count: None) -> dict[int, Rows]:
         """Run the verifier over these samples and add them to the store as a shard."""
-        lengths = self.store.survey.tokens
+        lengths = self.store.survey.tokens.tolist()
         made: dict[int, Rows] = {}
         order = sorted(indices, key=lambda i: lengths[i])
         for part in split_by_tokens(order, lengths, self.batch_tokens) if order else ():
             batch = collate([self.samples[i] for i in part], self.verifier.device)
             features = compute(self.verifier, batch, self.layout.layers)
             for row, i in enumerate(part):
-                made[i] = self._encoded(i, batch, features, row, int(lengths[i]))
+                made[i] = self._encoded(i, batch, features, row, lengths[i])
             on_tokens(int(batch.lengths.sum()))
         if made:
             self.store.write({i: made[i] for i in indices})
@@ -77,28 +89,30 @@ class StoredFeatures(FeatureSource):
         return rows
 
     def load(self, indices: Sequence[int]) -> tuple[Batch, Features]:
-        batch = collate([self.samples[i] for i in indices], self.verifier.device)
+        samples = [self.samples[i] for i in indices]
+        packed = self.rows(samples)
+        batch = collate(samples, self.verifier.device, packed)
         rows = {i: self.store.read(i) for i in indices}
         if any(found is None for found in rows.values()):
             self.store.scan()  # another process may have been here
             rows = {i: self.store.read(i) for i in indices}
             rows |= self.make([i for i, found in rows.items() if found is None])
-        decoded = [self._decoded(rows[i], batch.mask[n, : len(self.samples[i].ids)]) for n, i in enumerate(indices)]
+        decoded = [self._decoded(rows[i], sample) for i, sample in zip(indices, samples, strict=True)]
         return batch, Features(
-            pad([f.last for f in decoded], 0.0),
-            pad([f.layers for f in decoded], 0.0),
-            pad([f.choice for f in decoded if f.choice is not None], -1),
+            lay_out([f.last for f in decoded], 0.0, packed),
+            lay_out([f.layers for f in decoded], 0.0, packed),
+            lay_out([f.choice for f in decoded if f.choice is not None], -1, packed),
         )
 
-    def _decoded(self, rows: Rows | None, mask: Tensor) -> Features:
+    def _decoded(self, rows: Rows | None, sample: Sample) -> Features:
         """One sample as the verifier gave it, [T, ...]; zeros where the last state was not stored."""
         assert rows is not None
         at = {name: tensor.to(self.verifier.device) for name, tensor in rows.items()}
         dtype = self.verifier.dtype
         last = decode(at["last"], at.get("last_scale"), dtype)
         if not self.layout.everywhere:
-            known, last = last, last.new_zeros(len(mask), self.layout.width)
-            last[before_supervised(mask)] = known
+            known, last = last, last.new_zeros(len(sample.ids), self.layout.width)
+            last[before_supervised(torch.tensor(sample.mask))] = known
         layers = last[:, :0]
         if self.layout.layers:
             layers = decode(at["layers"], at.get("layers_scale"), dtype).flatten(1)

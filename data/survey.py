@@ -5,6 +5,7 @@ import zlib
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -50,7 +51,7 @@ class Survey:
                 held = 0
             held += size
         edges.append(len(self.tokens))
-        return [range(start, end) for start, end in zip(edges, edges[1:], strict=False)]
+        return [range(start, end) for start, end in pairwise(edges)]
 
     def total_bytes(self) -> int:
         """Bytes of all shards."""
@@ -66,4 +67,4 @@ def survey(samples: Iterable[Sample], layout: Layout) -> Survey:
         tokens.append(len(mask))
         last_rows.append(len(mask) if layout.everywhere else sum(sample.mask[1:]))
         checksums.append(zlib.crc32(mask, zlib.crc32(ids)))
-    return Survey(layout, *(np.array(counts) for counts in (tokens, last_rows, checksums)), digest.hexdigest())
+    return Survey(layout, np.array(tokens), np.array(last_rows), np.array(checksums), digest.hexdigest())

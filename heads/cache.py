@@ -125,6 +125,17 @@ def visible(cache_lengths: list[int], tree_BTN: Tensor, depth_BN: Tensor, window
     return seen & (query_position_BT[:, :, None] - key_position_BS[:, None, :] < window)
 
 
+def within_documents(positions_BT: Tensor, window: int | None) -> Tensor:
+    """Which tokens each one sees where documents lie one behind the other in a row: bool [B, T, T].
+
+    positions_BT: [B, T], counted within a document; a document sees itself alone, causally, and within `window` as above.
+    """
+    place_T = torch.arange(positions_BT.shape[1], device=positions_BT.device)
+    distance_TT = place_T[:, None] - place_T
+    reach_BT = positions_BT if window is None else positions_BT.clamp(max=window - 1)
+    return (distance_TT >= 0) & (distance_TT <= reach_BT[:, :, None])
+
+
 class Ancestry:
     """The nodes that a head has expanded in a round, in the order given, behind the committed tokens of each row."""
 

@@ -73,7 +73,7 @@ class Eagle1Head(RecurrentHead):
             return features
         noise = (2 * torch.rand_like(features.last, dtype=torch.float32) - 1) * self.config.noise
         if self.config.noise_by_length:
-            noise = noise * (NOISE_LENGTH / batch.lengths[:, None, None])
+            noise = noise * (NOISE_LENGTH / batch.document_lengths()[:, :, None])
         return replace(features, last=features.last.float() + noise)
 
     def loss(self, batch: Batch, features: Features, verifier: Verifier) -> HeadLoss:

@@ -53,7 +53,7 @@ class Attention(nn.Module):
 
     def __init__(self, inputs: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.head_dim = head_dim
+        self.heads, self.head_dim = heads, head_dim
         self.q_proj = nn.Linear(inputs, heads * head_dim, bias=False)
         self.k_proj = nn.Linear(inputs, kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(inputs, kv_heads * head_dim, bias=False)
@@ -98,28 +98,8 @@ class DecoderLayer(nn.Module):
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention of q [B, H, T, D] over k, v [B, G, S, D] under an additive mask [B, 1, T, S]."""
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def attend_with_own_steps(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, own_keys: list[Tensor], own_values: list[Tensor]
-) -> Tensor:
-    """Attention over shared keys and, besides, over the query's own keys of earlier steps (a diagonal, never a square).
-
-    q: [B, H, T, D]; k, v: [B, G, S, D]; mask: additive [B, 1, T, S]; own_keys, own_values: [B, G, T, D] each, entry t seen
-    by query t alone. One softmax over S + len(own_keys) logits.
-    """
-    _, heads, t, d = q.shape
-    groups = heads // k.shape[1]
-    q = q.unflatten(1, (-1, groups)) * d**-0.5  # [B, G, g, T, D]
-    logits = q.flatten(2, 3) @ k.transpose(-1, -2)  # [B, G, g·T, S]
-    logits = logits.unflatten(2, (groups, t)) + mask[:, :, None]
-    own = [(q * key[:, :, None]).sum(-1, keepdim=True) for key in own_keys]  # [B, G, g, T, 1]
-    weights = torch.cat([logits, *own], -1).softmax(-1)
-    shared, *own = weights.split([k.shape[2]] + [1] * len(own), -1)
-    out = (shared.flatten(2, 3) @ v).unflatten(2, (groups, t))
-    for weight, value in zip(own, own_values, strict=True):
-        out = out + weight * value[:, :, None]
-    return out.flatten(1, 2)
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of q [B, H, T, D] over k, v [B, G, S, D] under an additive mask [B, 1, T, S]; None is causal, with T = S."""
+    return functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+    )

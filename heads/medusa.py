@@ -86,11 +86,13 @@ class MedusaHead(DraftHead):
         columns = columns_of(self.target_ids, self.config.vocab_size)
         if self.config.targets == "soft":
             known = (features.choice >= 0) & (columns[features.choice.clamp(min=0)] >= 0)
-            known = shifted(known, 1, False)  # the teacher of token t + 2 sits at t + 1
+            place = 1  # the teacher of token t + 2 sits at t + 1
         else:
-            known = shifted(columns[batch.ids] >= 0, 2, False)
-        learned = shifted(batch.mask, 2, False) & known
-        return torch.stack([shifted(learned, i, False) for i in range(self.config.heads)])
+            known = columns[batch.ids] >= 0
+            place = 2
+        return torch.stack(
+            [batch.ahead(batch.mask, 2 + i, False) & batch.ahead(known, place + i, False) for i in range(self.config.heads)]
+        )
 
     def loss(self, batch: Batch, features: Features, verifier: Verifier) -> HeadLoss:
         supervised = self.supervised(batch, features)

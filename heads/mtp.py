@@ -15,8 +15,8 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from .base import Batch, DraftHead, DraftSession, LayerConfig, check_fits, columns_of, register, shifted
-from .cache import Ancestry, RaggedCache, additive, visible
+from .base import Batch, DraftHead, DraftSession, LayerConfig, check_fits, columns_of, register
+from .cache import Ancestry, RaggedCache, additive, visible, within_documents
 from .layers import DecoderLayer, RotaryPositions, attend
 from .losses import HeadLoss, chunked_terms
 from .recurrent import RecurrentHead, take_rows
@@ -48,11 +48,11 @@ class Block(nn.Module):
         joined = self.proj(torch.cat([self.hidden_norm(hidden), self.embedding_norm(embedding)], -1)).float()
         return joined, self.layer.input_layernorm(joined)
 
-    def causal(self, residual: Tensor, x: Tensor, rotary: RotaryPositions) -> Tensor:
-        """The layer's output [B, T, d] for whole samples."""
-        positions = torch.arange(x.shape[1], device=x.device)
-        mask = additive((positions <= positions[:, None])[None], residual.dtype)
-        cos_sin = rotary(positions[None])
+    def causal(self, residual: Tensor, x: Tensor, rotary: RotaryPositions, batch: Batch) -> Tensor:
+        """The layer's output [B, T, d] for whole documents."""
+        packed = batch.positions
+        mask = None if packed is None else additive(within_documents(packed, None), residual.dtype)
+        cos_sin = rotary(batch.places)
         keys, values = self.layer.self_attn.key_value(x, *cos_sin)
         return self.layer.finish(residual, attend(self.layer.self_attn.query(x, *cos_sin), keys, values, mask))
 
@@ -88,7 +88,7 @@ class MtpHead(DraftHead):
     def supervised(self, batch: Batch, features: Features) -> Tensor:
         """The mask is read at the label's index, t + 2 + i; a label outside the head's vocabulary is not learned."""
         learned = batch.mask & (columns_of(self.target_ids, self.config.vocab_size)[batch.ids] >= 0)
-        return torch.stack([shifted(learned, 2 + i, False) for i in range(self.config.depth)])
+        return torch.stack([batch.ahead(learned, 2 + i, False) for i in range(self.config.depth)])
 
     @abstractmethod
     def supervised_states(self, batch: Batch, features: Features, verifier: Verifier, supervised: Tensor) -> Iterator[Tensor]:
@@ -100,7 +100,7 @@ class MtpHead(DraftHead):
         one = torch.ones(1, dtype=torch.promote_types(features.last.dtype, torch.float32), device=batch.ids.device)
         sums, correct = [], []
         for i, state in enumerate(self.supervised_states(batch, features, verifier, supervised)):
-            labels = shifted(columns, 2 + i, -1)[supervised[i]]
+            labels = batch.ahead(columns, 2 + i, -1)[supervised[i]]
 
             def terms(part: Tensor, its: slice, labels: Tensor = labels) -> tuple[Tensor, Tensor]:
                 log_q = self.verifier_log_q(part, verifier)
@@ -152,8 +152,8 @@ class SequentialMtp(MtpHead):
         """The output [B, T, d] of each module in turn, before its last norm."""
         hidden = features.last.float()
         for i, block in enumerate(self.blocks):
-            embedding = verifier.embed(shifted(batch.ids, 1 + i, 0)).float()
-            hidden = block.causal(*block.join(embedding, hidden), self.rotary)
+            embedding = verifier.embed(batch.ahead(batch.ids, 1 + i, 0)).float()
+            hidden = block.causal(*block.join(embedding, hidden), self.rotary, batch)
             yield hidden
 
     def supervised_states(self, batch: Batch, features: Features, verifier: Verifier, supervised: Tensor) -> Iterator[Tensor]:
@@ -244,19 +244,19 @@ class ParallelMtp(MtpHead):
     def depth(self) -> int:
         return self.config.depth
 
-    def states(self, features: Features) -> Iterator[Tensor]:
+    def states(self, batch: Batch, features: Features) -> Iterator[Tensor]:
         """The output [B, T, d] of each module, before its last norm."""
         hidden = features.last.float()
         for block in self.blocks:
-            yield block.causal(hidden, block.layer.input_layernorm(hidden), self.rotary)
+            yield block.causal(hidden, block.layer.input_layernorm(hidden), self.rotary, batch)
 
     def supervised_states(self, batch: Batch, features: Features, verifier: Verifier, supervised: Tensor) -> Iterator[Tensor]:
-        for block, its, state in zip(self.blocks, supervised, self.states(features), strict=True):
+        for block, its, state in zip(self.blocks, supervised, self.states(batch, features), strict=True):
             yield block.norm(state[its])
 
     @torch.no_grad()
     def first_draft(self, batch: Batch, features: Features, verifier: Verifier, where: Tensor) -> Tensor:
-        return self.verifier_log_q(self.blocks[0].norm(next(self.states(features))[where]), verifier)
+        return self.verifier_log_q(self.blocks[0].norm(next(self.states(batch, features))[where]), verifier)
 
     def begin(self, verifier: Verifier, batch: int, capacity: int) -> "ParallelSession":
         check_fits(self.config, verifier.facts, verifier.name)

@@ -1,8 +1,8 @@
 """Heads that read a hidden state and the next token, and then their own output: how they are trained and how they draft.
 
 Training-time test: step k predicts token t + 2 + k from position t, reading its own output of step k - 1, embedding the true
-token t + 1 + k, and attending over the step-0 keys up to t and its own keys of steps 1..k. Only supervised rows run as
-queries; the other positions only lend keys and values.
+token t + 1 + k, and attending over the step-0 keys of its document up to t and its own keys of steps 1..k. Only supervised
+rows run as queries; the other positions only lend keys and values.
 
 Shapes: B rows, T tokens, R query rows a sample (padded), K steps, d hidden size, Q columns of the head's vocabulary.
 """
@@ -12,9 +12,10 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from .base import Batch, DraftHead, DraftSession, check_fits, columns_of, shifted
+from .attention import attend_with_own, sight
+from .base import Batch, DraftHead, DraftSession, check_fits, columns_of
 from .cache import Ancestry, RaggedCache, additive, visible
-from .layers import DecoderLayer, RotaryPositions, attend, attend_with_own_steps
+from .layers import DecoderLayer, RotaryPositions, attend
 from .verifier import Features, Verifier
 
 
@@ -57,26 +58,26 @@ class RecurrentHead(DraftHead):
         """
         layer, attention = self.block, self.block.self_attn
         source = self.source(features)
-        positions = torch.arange(source.shape[1], device=source.device)[None]
-        residual, x = self.join(verifier.embed(shifted(batch.ids, 1, 0)).float(), source)
-        keys, values = attention.key_value(x, *self.rotary(positions))
+        residual, x = self.join(verifier.embed(batch.ahead(batch.ids, 1, 0)).float(), source)
+        keys, values = attention.key_value(x, *self.rotary(batch.places))
         rows = padded_positions(queries)
         at = rows.clamp(min=0)
-        mask = additive(positions[:, None, :] <= at[:, :, None], source.dtype)
+        places = batch.places.expand(len(at), -1).gather(1, at)
+        seen = sight(at - places, at, rows >= 0, attention.heads)  # from the document's first token to one's own
         residual, x = take_rows(residual, at), take_rows(x, at)
         own_keys: list[Tensor] = []
         own_values: list[Tensor] = []
         states: list[Tensor] = []
         for k in range(steps):
-            cos_sin = self.rotary(at + k)
+            cos_sin = self.rotary(places + k)
             if k > 0:
-                embedding = verifier.embed(shifted(batch.ids, 1 + k, 0).gather(1, at)).float()
+                embedding = verifier.embed(batch.ahead(batch.ids, 1 + k, 0).gather(1, at)).float()
                 residual, x = self.join(embedding, self.feedback(states[-1]))
                 key, value = attention.key_value(x, *cos_sin)
                 own_keys.append(key)
                 own_values.append(value)
             q = attention.query(x, *cos_sin)
-            states.append(layer.finish(residual, attend_with_own_steps(q, keys, values, mask, own_keys, own_values)))
+            states.append(layer.finish(residual, attend_with_own(q, keys, values, seen, own_keys, own_values)))
         return rows, states
 
     @torch.no_grad()
@@ -95,11 +96,11 @@ def supervised_drafts(batch: Batch, features: Features, target_ids: Tensor, voca
     assert features.choice is not None
     columns = columns_of(target_ids, vocab_size)
     known = (features.choice >= 0) & (columns[features.choice.clamp(min=0)] >= 0)
-    inside = shifted(batch.mask, 1, False)
+    inside = batch.ahead(batch.mask, 1, False)
     steps = []
     for k in range(depth):
-        inside = inside & shifted(batch.mask, 2 + k, False)
-        steps.append(inside & shifted(known, 1 + k, False))
+        inside = inside & batch.ahead(batch.mask, 2 + k, False)
+        steps.append(inside & batch.ahead(known, 1 + k, False))
     return torch.stack(steps)
 
 

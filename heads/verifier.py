@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UserError
-from .cache import RaggedCache, additive, visible
+from .cache import RaggedCache, additive, visible, within_documents
 from .facts import attention_windows, check_attends, find_layers, read_facts
 from .loading import first_line, load_model, load_tokenizer
 from .packed import pack_linears
@@ -67,7 +67,9 @@ class Verifier:
     def fingerprint(self) -> str:
         """A hash of every weight, the configuration and the chat template: what stored answers and states depend on."""
         digest = hashlib.blake2b(digest_size=32)
-        digest.update(json.dumps(self.config.to_dict(), sort_keys=True, default=str).encode())
+        elsewhere = ("_name_or_path", "transformers_version")  # say nothing of the model
+        config = {key: value for key, value in self.config.to_dict().items() if key not in elsewhere}
+        digest.update(json.dumps(config, sort_keys=True, default=str).encode())
         digest.update(str(getattr(self.tokenizer, "chat_template", None)).encode())
         for name, parameter in self.model.named_parameters():
             digest.update(f"{name}{parameter.dtype}{tuple(parameter.shape)}".encode())
@@ -114,10 +116,18 @@ class Verifier:
         return (getattr(self.config, "logit_scale", None) or 1.0) / (getattr(self.config, "logits_scaling", None) or 1.0)
 
     @torch.no_grad()
-    def features(self, ids: Tensor, layers: Sequence[int] = ()) -> Features:
-        """States of right-padded sequences ids [B, T]. Padding cannot reach real positions: attention is causal."""
+    def features(self, ids: Tensor, layers: Sequence[int] = (), positions: Tensor | None = None) -> Features:
+        """States of right-padded sequences ids [B, T]. Padding cannot reach real positions: attention is causal.
+
+        positions: [B, T], each token's position within its document where a row is several of them (see `Batch`); a document's
+        states are then those it has alone.
+        """
+        packed = {}
+        if positions is not None:
+            mask = self._masks({kind: within_documents(positions, window) for kind, window in self._windows.items()})
+            packed = {"position_ids": positions, "attention_mask": mask}
         with self._captured(layers) as states:
-            last = self.decoder(input_ids=ids, use_cache=False).last_hidden_state
+            last = self.decoder(input_ids=ids, use_cache=False, **packed).last_hidden_state
         return Features(last, concatenate(states, last))
 
     def new_cache(self, batch: int, capacity: int) -> RaggedCache:
@@ -132,14 +142,16 @@ class Verifier:
         """
         starts = torch.tensor(cache.lengths, device=ids.device)[:, None]
         positions = (starts + depth).clamp(max=self.facts.max_position_embeddings - 1)
-        masks = {
-            kind: additive(visible(cache.lengths, tree, depth, window), self.dtype) for kind, window in self._windows.items()
-        }
-        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        mask = self._masks({kind: visible(cache.lengths, tree, depth, window) for kind, window in self._windows.items()})
         extra = {self._cache_argument: cache, "use_cache": True}
         with self._captured(layers) as states:
             out = self.decoder(input_ids=ids, position_ids=positions, attention_mask=mask, **extra)
         return Features(out.last_hidden_state, concatenate(states, out.last_hidden_state))
+
+    def _masks(self, seen: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+        """Who sees whom, bool [B, T, S] for each kind of layer, as a decoder takes it: by kind where there are several."""
+        masks = {kind: additive(mask, self.dtype) for kind, mask in seen.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], cache: RaggedCache, layers: Sequence[int] = ()

@@ -244,12 +244,31 @@ def test_training_again_changes_nothing(write_recipe: Callable[..., Path], cache
     assert files(folder) | files(cache) == before
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+@pytest.mark.parametrize("features", ["online", "memory"])
+def test_packing_changes_rows_and_nothing_else(features: str, write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    """One step on all samples: the same loss by depth, labels and gradient, in fewer rows."""
+    found = []
+    for packing in (False, True):
+        recipe = write_recipe(
+            "eagle3", data__features=features, data__packing=packing, training__steps=1, training__batch_tokens=10_000,
+            training__log_every=1,
+        )  # fmt: skip
+        folder = tmp_path / f"packing-{packing}"
+        assert headstart("train", recipe, "--run-folder", folder).code == 0
+        found.append(lines(folder / "metrics.jsonl")[0])
+    alone, packed = found
+    assert packed["supervised_tokens"] == alone["supervised_tokens"] > 100
+    assert packed["loss_by_depth"] == pytest.approx(alone["loss_by_depth"], rel=1e-5)
+    assert packed["accuracy_by_depth"] == alone["accuracy_by_depth"]
+    assert packed["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "packing"), [("eagle3", False), ("eagle1", False), ("eagle3", True)])
 def test_a_killed_run_goes_on(
-    kind: str, write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, packing: bool, write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C after the checkpoint of step 3; what follows is the run that was never stopped, EAGLE-1's noise included."""
-    recipe = write_recipe(kind, data__features="online")
+    recipe = write_recipe(kind, data__features="online", data__packing=packing)
     assert headstart("train", recipe, "--run-folder", tmp_path / "straight").code == 0
     save = Checkpoints.save
 

@@ -70,7 +70,7 @@ def test_case_41_features_belong_to_their_samples_in_any_order(kind, layers, ver
 def test_memory_runs_the_verifier_once(verifier, texts, monkeypatch):
     read = []
     features = verifier.features
-    monkeypatch.setattr(verifier, "features", lambda ids, layers=(): read.append(ids.shape) or features(ids, layers))
+    monkeypatch.setattr(verifier, "features", lambda ids, *more: read.append(ids.shape) or features(ids, *more))
     told = []
     source = MemoryFeatures(verifier, texts, LAYERS, 24, on_tokens=told.append)
     assert sum(told) == sum(LENGTHS)
@@ -113,3 +113,24 @@ def test_a_batch_without_answers_has_no_choice(verifier):
     batch, features = OnlineFeatures(verifier, samples, ()).load([0])
     assert features.choice.tolist() == [[-1, -1, -1]]
     assert compute(verifier, batch, ()).choice.equal(features.choice)
+
+
+@pytest.mark.parametrize("kind", ["online", "memory"])
+def test_packed_features_are_those_of_the_samples_alone(kind, verifier, texts):
+    """Rows of twelve tokens: the samples 7 3, then 12, then 5, then 9 3."""
+    source = (
+        OnlineFeatures(verifier, texts, LAYERS, row_tokens=12)
+        if kind == "online"
+        else MemoryFeatures(verifier, texts, LAYERS, batch_tokens=24, row_tokens=12)
+    )
+    batch, features = source.load(range(6))
+    assert batch.lengths.tolist() == [10, 12, 5, 12]
+    for i, (row, start) in enumerate([(0, 0), (0, 7), (1, 0), (2, 0), (3, 0), (3, 9)]):
+        here = slice(start, start + LENGTHS[i])
+        last, states, choice = alone(verifier, texts[i], LAYERS)
+        assert batch.ids[row, here].tolist() == texts[i].ids
+        assert batch.mask[row, here].tolist() == texts[i].mask
+        assert batch.positions[row, here].tolist() == list(range(LENGTHS[i]))
+        torch.testing.assert_close(features.last[row, here], last, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(features.layers[row, here], states, atol=1e-4, rtol=1e-4)
+        assert features.choice[row, here].tolist() == choice

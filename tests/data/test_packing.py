@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headstart.data.chat import Sample
-from headstart.data.packing import batch_order, batch_plan, collate, split_by_tokens
+from headstart.data.packing import batch_order, batch_plan, collate, packed_order, packed_rows, split_by_tokens
 
 CPU = torch.device("cpu")
 
@@ -92,3 +92,62 @@ def test_case_16_padding_is_told_by_lengths_never_by_an_id():
     assert batch.mask.tolist() == [[False, True, True], [False, True, False]]
     assert batch.lengths.tolist() == [3, 2]
     assert (batch.ids.dtype, batch.mask.dtype) == (torch.long, torch.bool)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 64, 200, 5000])
+def test_packed_batches_have_every_sample_once_within_the_limit(batch_tokens):
+    lengths = some_lengths(150)
+    batches = packed_order(lengths, batch_tokens, seed=3, epoch=0)
+    assert sorted(i for batch in batches for i in batch) == list(range(150))
+    longest = max(lengths)
+    for batch in batches:
+        rows = packed_rows([lengths[i] for i in batch], longest)
+        assert [i for row in rows for i in row] == list(range(len(batch)))
+        assert all(sum(lengths[batch[i]] for i in row) <= longest for row in rows)
+        assert len(rows) * longest <= max(batch_tokens, longest)
+
+
+def test_packed_rows_are_nearly_full_whatever_the_lengths():
+    """Batches of any lengths, little padding; padded rows of the same batches would be half empty."""
+    lengths = some_lengths(600, longest=100)
+    batches = packed_order(lengths, 400, seed=0, epoch=0)
+    longest = max(lengths)
+    rows = sum(len(packed_rows([lengths[i] for i in batch], longest)) for batch in batches)
+    assert sum(lengths) / (rows * longest) > 0.95
+    assert sum(len(batch) * longest for batch in batches) > 1.7 * sum(lengths)
+
+
+def test_packed_order_depends_on_seed_and_epoch_alone_and_a_plan_goes_on_from_it():
+    lengths = some_lengths(120)
+    assert packed_order(lengths, 200, 7, 2) == packed_order(lengths, 200, 7, 2)
+    orders = [packed_order(lengths, 200, seed, epoch) for seed, epoch in [(7, 2), (7, 3), (8, 2)]]
+    assert all(orders.count(order) == 1 for order in orders)
+    epochs = [packed_order(lengths, 200, 5, epoch) for epoch in range(2)]
+    steps = len(epochs[0]) + 4
+    assert batch_plan(lengths, 200, 5, steps, None, packing=True) == epochs[0] + epochs[1][:4]
+
+
+def test_rows_are_filled_in_the_order_given():
+    assert packed_rows([5, 3, 2, 9, 4, 4, 1], 9) == [[0, 1], [2], [3], [4, 5, 6]]
+    assert packed_rows([12, 2, 11], 10) == [[0], [1], [2]]  # too long for a row: alone
+
+
+def test_a_packed_batch_by_hand():
+    samples = [Sample([5, 6, 7], [False, True, True]), Sample([8, 9], [True, True]), Sample([4, 3], [False, True])]
+    batch = collate(samples, CPU, [[0, 2], [1]])
+    assert batch.ids.tolist() == [[5, 6, 7, 4, 3], [8, 9, 0, 0, 0]]
+    assert batch.mask.tolist() == [[False, True, True, False, True], [True, True, False, False, False]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 0, 0]]
+    assert batch.lengths.tolist() == [5, 2]
+    assert batch.document_lengths().tolist() == [[3, 3, 3, 2, 2], [2, 2, 1, 1, 1]]
+
+
+def test_a_shift_ends_with_its_document():
+    samples = [Sample([5, 6, 7], [True] * 3), Sample([8, 9], [True] * 2), Sample([4], [True])]
+    packed, alone = collate(samples, CPU, [[0, 1, 2]]), collate(samples, CPU)
+    assert packed.ahead(packed.ids, 1, -1).tolist() == [[6, 7, -1, 9, -1, -1]]
+    assert packed.ahead(packed.ids, 2, -1).tolist() == [[7, -1, -1, -1, -1, -1]]
+    assert packed.ahead(packed.ids, 9, -1).tolist() == [[-1] * 6]
+    states = torch.arange(12.0).reshape(1, 6, 2)
+    assert packed.ahead(states, 1, 0.0).tolist() == [[[2, 3], [4, 5], [0, 0], [8, 9], [0, 0], [0, 0]]]
+    assert alone.ahead(alone.ids, 1, -1).tolist() == [[6, 7, -1], [9, 0, -1], [0, 0, -1]]

@@ -1,4 +1,4 @@
-"""Stored features: what comes back, at what precision and size, and what happens to torn, evicted, unfinished and wrong ones."""
+"""Stored features: what comes back, at what precision and size, and torn, evicted, unfinished and wrong ones."""
 
 import multiprocessing
 import random
@@ -185,8 +185,8 @@ def test_case_40_states_that_are_not_finite_are_refused_by_number(bad, verifier,
     samples = texts()
     features = verifier.features
 
-    def poisoned(ids, layers=()):
-        found = features(ids, layers)
+    def poisoned(ids, layers=(), positions=None):
+        found = features(ids, layers, positions)
         for row in range(len(ids)):
             if ids[row, :12].tolist() == samples[2].ids:
                 found.layers[row, 5, 40] = bad
@@ -359,7 +359,7 @@ def test_what_does_not_fit_the_disk_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"needs 6\.00 GB more and the disk has 5\.00 GB free"):
         check_room(tmp_path / "deeper" / "still", 6 * 10**9)
     check_room(tmp_path, 10**12, keep=10**9)
-    with pytest.raises(UserError, match="needs 7.00 GB more"):
+    with pytest.raises(UserError, match=r"needs 7\.00 GB more"):
         check_room(tmp_path / "new", 10**12, keep=7 * 10**9)
 
 

@@ -52,7 +52,7 @@ def said_in_training(head: Any, batch: Any, features: Features, verifier: Verifi
         where[b, t] = True
         _, states = head.training_states(batch, features, verifier, where, STEPS)
         return [head.log_q(state[b, 0], verifier) for state in states]
-    states = list(head.states(features) if head.config.form == "parallel" else head.states(batch, features, verifier))
+    states = list(head.states(batch, features) if head.config.form == "parallel" else head.states(batch, features, verifier))
     return [head.verifier_log_q(block.norm(state[b, t]), verifier) for block, state in zip(head.blocks, states, strict=True)]
 
 

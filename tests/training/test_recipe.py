@@ -58,6 +58,7 @@ def test_defaults(write: Any) -> None:
             "answers": "keep",
             "answer_tokens": 256,
             "answer_batch": 64,
+            "packing": False,
             "features": "online",
         },
         "head": {
@@ -74,6 +75,7 @@ def test_defaults(write: Any) -> None:
             "steps": 100,
             "epochs": None,
             "batch_tokens": 8192,
+            "group_lengths": True,
             "optimizer": "adamw",
             "learning_rate": 0.001,
             "schedule": "cosine",

@@ -33,6 +33,9 @@ class DataSection(Section):
     )
     answer_tokens: int = Field(default=256, ge=1, description="most new tokens of a regenerated answer")
     answer_batch: int = Field(default=64, ge=1, description="prompts answered at a time")
+    packing: bool = Field(
+        default=False, description="put several samples into one row, as long as the longest sample; none sees another"
+    )
     features: FeaturesSection = Field(
         default="online",
         description="online runs the verifier every step, memory once; {stored: FOLDER} keeps its states on disk",

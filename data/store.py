@@ -12,33 +12,32 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import UserError
 from ..progress import say
+from .shards import Shard, TornError, raw, write_shard
 from .survey import Survey
 
-OPEN = 64  # shards mapped at a time
+READERS = 4  # threads
 PARTS = ("layers", "layers_scale", "last", "last_scale", "choice")  # of a sample, in the order of its checksum
 
 Rows = dict[str, Tensor]  # one sample's tensors, by the names in PARTS
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A file, and the boundaries of its samples in tokens and in rows of `last`: [n + 1]."""
+class Known:
+    """A shard, its checksums, and the boundaries of its samples in tokens and in rows of `last`: [n + 1]."""
 
-    path: Path
+    shard: Shard
+    checksums: list[int]
     tokens: np.ndarray
     last: np.ndarray
 
@@ -50,9 +49,8 @@ class FeatureStore:
         self.folder, self.survey, self.keep = folder, survey, keep
         self.shard_of = np.full(len(survey.tokens), -1, np.int32)  # index into `shards`, -1 where missing
         self.number = np.zeros(len(survey.tokens), np.int32)  # a sample's place in its shard
-        self.shards: list[Shard] = []
-        self.known: set[Path] = set()
-        self.mapped: OrderedDict[Path, dict[str, Tensor]] = OrderedDict()
+        self.shards: list[Known] = []
+        self.paths: set[Path] = set()  # of `shards` that are still there, as far as this process knows
         sweep(folder)
         self.scan()
 
@@ -62,84 +60,80 @@ class FeatureStore:
     def scan(self) -> None:
         """Take in shards that appeared since; a torn one is deleted, and its samples are missing again."""
         for path in sorted(self.folder.glob("*.safetensors")):
-            if path in self.known:
-                continue
-            try:
-                with safe_open(path, "pt") as file:
-                    numbers = file.get_tensor("samples").tolist()
-            except FileNotFoundError:  # evicted by another process
-                continue
-            except SafetensorError as error:
-                say(f"{path}: torn ({error}); it will be written again")
-                path.unlink(missing_ok=True)
-                continue
-            self._know(path, numbers)
+            if path not in self.paths:
+                self._know(path)
 
-    def _know(self, path: Path, numbers: list[int]) -> None:
+    def _know(self, path: Path) -> None:
+        try:
+            shard = Shard(path)
+            numbers, checksums = shard.column("samples").tolist(), shard.column("checksums").tolist()
+        except FileNotFoundError:  # evicted by another process
+            return
+        except TornError as error:
+            self._discard(path, f"torn ({error})")
+            return
         tokens, last = (np.cumsum([0, *counts[numbers]]) for counts in (self.survey.tokens, self.survey.last_rows))
         self.shard_of[numbers] = len(self.shards)
         self.number[numbers] = range(len(numbers))
-        self.shards.append(Shard(path, tokens, last))
-        self.known.add(path)
+        self.shards.append(Known(shard, checksums, tokens, last))
+        self.paths.add(path)
+
+    def read_all(self, samples: Sequence[int]) -> dict[int, Rows | None]:
+        """Several samples at a time: disk and checksums keep both a core and the bus busy."""
+        with ThreadPoolExecutor(READERS) as readers:
+            return dict(zip(samples, readers.map(self.read, samples), strict=True))
 
     def read(self, i: int) -> Rows | None:
-        """One sample as views of its shard; None where it is missing or does not match its checksum."""
+        """One sample; None where it is missing or does not match its checksum."""
         if self.shard_of[i] < 0:
             return None
-        shard, number = self.shards[self.shard_of[i]], self.number[i]
+        known, number = self.shards[self.shard_of[i]], int(self.number[i])
+        tokens, last = ((int(edges[number]), int(edges[number + 1])) for edges in (known.tokens, known.last))
+        ranges = {name: last if name.startswith("last") else tokens for name in PARTS if name in known.shard.parts}
+        path = known.shard.path
         try:
-            tensors = self._map(shard.path)
-        except (FileNotFoundError, SafetensorError):
-            self.forget(shard.path)
+            rows = known.shard.read(ranges)
+        except FileNotFoundError:  # evicted by another process
+            self.forget(path)
             return None
-        rows = {}
-        for name in PARTS:
-            if name in tensors:
-                bounds = shard.last if name.startswith("last") else shard.tokens
-                rows[name] = tensors[name][bounds[number] : bounds[number + 1]]
-        if self.checksum(i, rows) != int(tensors["checksums"][number]):
-            say(f"{shard.path}: sample {i} does not match its checksum; the shard will be written again")
-            self.forget(shard.path)
-            shard.path.unlink(missing_ok=True)
+        except TornError as error:
+            self._discard(path, f"torn ({error})")
+            return None
+        if self.checksum(i, rows) != known.checksums[number]:
+            self._discard(path, f"sample {i} does not match its checksum")
             return None
         return rows
 
-    def _map(self, path: Path) -> dict[str, Tensor]:
-        if path in self.mapped:
-            self.mapped.move_to_end(path)
-            return self.mapped[path]
-        with safe_open(path, "pt") as file:
-            self.mapped[path] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if len(self.mapped) > OPEN:
-            self.mapped.popitem(last=False)
-        return self.mapped[path]
+    def _discard(self, path: Path, reason: str) -> None:
+        say(f"{path}: {reason}; the shard will be written again")
+        path.unlink(missing_ok=True)
+        self.forget(path)
 
     def checksum(self, i: int, rows: Rows) -> int:
         value = int(self.survey.checksums[i])
         for name in PARTS:
             if name in rows:
-                value = zlib.crc32(rows[name].contiguous().view(torch.uint8).numpy().data, value)
+                value = zlib.crc32(raw(rows[name].contiguous()), value)
         return value
 
     def write(self, samples: dict[int, Rows]) -> None:
         """Add a shard of these samples, then evict the oldest ones beyond `keep`."""
         numbers = list(samples)
         first = samples[numbers[0]]
-        tensors = {name: torch.cat([rows[name] for rows in samples.values()]) for name in PARTS if name in first}
-        tensors["samples"] = torch.tensor(numbers)
-        tensors["checksums"] = torch.tensor([self.checksum(i, rows) for i, rows in samples.items()])
+        pieces = {name: [rows[name] for rows in samples.values()] for name in PARTS if name in first}
         digest = hashlib.blake2b(str(numbers).encode(), digest_size=4).hexdigest()
         path = self.folder / f"{numbers[0]:08d}-{digest}.safetensors"
         try:
-            with own_folder(self.folder) as own:
-                save_file(tensors, own / path.name)
-                with (own / path.name).open("rb") as file:
-                    os.fsync(file.fileno())
+            with own_folder(self.folder) as own, ThreadPoolExecutor(1) as beside:  # the checksums take half the time of a write
+                checksums = beside.submit(lambda: [self.checksum(i, rows) for i, rows in samples.items()])
+                write_shard(own / path.name, numbers, pieces, checksums.result)
                 (own / path.name).replace(path)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: cannot be written: {error}; what is complete stays, so make room and run again") from None
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be written: {error.strerror}; what is complete stays, so make room and run again"
+            ) from None
         self.forget(path)
-        self._know(path, numbers)
+        self._know(path)
         self._evict(path)
 
     def _evict(self, newest: Path) -> None:
@@ -156,10 +150,9 @@ class FeatureStore:
                 total -= size
 
     def forget(self, path: Path) -> None:
-        self.mapped.pop(path, None)
-        self.known.discard(path)
-        for index, shard in enumerate(self.shards):
-            if shard.path == path:
+        self.paths.discard(path)
+        for index, known in enumerate(self.shards):
+            if known.shard.path == path:
                 self.shard_of[self.shard_of == index] = -1
 
     @contextmanager

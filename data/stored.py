@@ -92,10 +92,10 @@ class StoredFeatures(FeatureSource):
         samples = [self.samples[i] for i in indices]
         packed = self.rows(samples)
         batch = collate(samples, self.verifier.device, packed)
-        rows = {i: self.store.read(i) for i in indices}
+        rows = self.store.read_all(indices)
         if any(found is None for found in rows.values()):
             self.store.scan()  # another process may have been here
-            rows = {i: self.store.read(i) for i in indices}
+            rows |= self.store.read_all([i for i, found in rows.items() if found is None])
             rows |= self.make([i for i, found in rows.items() if found is None])
         decoded = [self._decoded(rows[i], sample) for i, sample in zip(indices, samples, strict=True)]
         return batch, Features(

@@ -245,20 +245,9 @@ def test_what_others_wrote_and_deleted_is_noticed(verifier, tmp_path, small_shar
     expected = theirs.load(range(8))[1]
     same(mine.load(range(8))[1], expected)
     shards(tmp_path)[0].unlink()
-    mine.store.mapped.clear()
     same(mine.load(range(8))[1], expected)  # made again
     silenced()
     same(theirs.load(range(8))[1], expected)
-
-
-def test_more_shards_than_may_be_open(verifier, tmp_path, small_shards, monkeypatch):
-    monkeypatch.setattr(store_module, "OPEN", 2)
-    samples = texts([10] * 12)
-    source = open_store(tmp_path, verifier, samples)
-    source.fill()
-    expected = source.load(range(12))[1]
-    assert len(source.store.mapped) == 2 < len(shards(tmp_path))
-    same(open_store(tmp_path, verifier, samples).load(range(12))[1], expected)
 
 
 def fill(folder, verifier, samples, computed, pause):
@@ -365,20 +354,20 @@ def test_what_does_not_fit_the_disk_is_refused(tmp_path, monkeypatch):
 
 def test_a_full_disk_keeps_what_is_complete(verifier, tmp_path, small_shards, monkeypatch):
     samples = texts()
-    save, saved = store_module.save_file, []
+    save, saved = store_module.write_shard, []
 
-    def full(tensors, path):
+    def full(path, *rest):
         if len(saved) == 2:
             raise OSError(28, "No space left on device")
         saved.append(path)
-        save(tensors, path)
+        save(path, *rest)
 
-    monkeypatch.setattr(store_module, "save_file", full)
+    monkeypatch.setattr(store_module, "write_shard", full)
     with pytest.raises(UserError, match="No space left on device; what is complete stays, so make room and run again"):
         open_store(tmp_path, verifier, samples).fill()
     assert len(shards(tmp_path)) == 2
     assert not list(tmp_path.glob(".writing-*"))
-    monkeypatch.setattr(store_module, "save_file", save)
+    monkeypatch.setattr(store_module, "write_shard", save)
     told = []
     open_store(tmp_path, verifier, samples).fill(told.append)
     assert 0 < sum(told) < sum(LENGTHS)

@@ -69,8 +69,9 @@ def silenced(verifier, monkeypatch):
 
 
 def same(got, expected):
+    """But for what other padding beside a sample does to its last bits."""
     for name in ("last", "layers", "choice"):
-        assert getattr(got, name).equal(getattr(expected, name)), name
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name), atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("layers", [LAYERS, ()], ids=["states", "no states"])

@@ -9,15 +9,18 @@ from typing import Any
 from .build_data import build_conversations, build_verifier, render_samples
 from .build_features import build_layout, store_key
 from .build_heads import needed_layers
-from .data.answers import AnswerStore
-from .data.chat import Sample, prompt_ids, truncate
+from .data.answer_store import AnswerStore
+from .data.answers import has_answer
+from .data.chat import Sample, prompt_ids, sample_of, truncate
 from .data.conversations import Conversation
 from .data.features import compute
 from .data.manifest import check_folder
 from .data.packing import collate
+from .data.skips import BadRow
 from .data.spool import Spool
 from .data.store import check_room, free_bytes, shard_files
 from .data.survey import SHARD, survey
+from .errors import UserError
 from .heads.builtin import cache_folder
 from .heads.generate import generate
 from .heads.verifier import Verifier
@@ -43,8 +46,8 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     """Counts, bytes and seconds. Raises UserError when the disk has no room, or the folder holds something else."""
     conversations = build_conversations(recipe)
     verifier = build_verifier(recipe)
-    if recipe.data.answers == "keep":
-        planned = Planned(render_samples(recipe, verifier.tokenizer, conversations), 0, [])
+    if recipe.data.answers.mode == "keep":
+        planned = Planned(render_samples(recipe, verifier.tokenizer, conversations.train, conversations.skips), 0, [])
     else:
         planned = plan_answers(recipe, verifier, conversations.train)
     counted, section = counts(planned.samples), recipe.data.features
@@ -55,7 +58,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         folder = Path(section.stored).expanduser()
         surveyed = survey(planned.samples, build_layout(recipe, section, verifier))
         disk = surveyed.total_bytes() if section.keep_bytes is None else min(surveyed.total_bytes(), section.keep_bytes)
-        if recipe.data.answers == "keep":  # else only the answers tell what the samples will be
+        if recipe.data.answers.mode == "keep":  # else only the answers tell what the samples will be
             check_folder(folder, store_key(recipe, section, verifier, surveyed))
         check_room(folder, disk)
         there = sum(stat.st_size for _, stat in shard_files(folder))
@@ -64,8 +67,8 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         held = counted["tokens"] * token
     speed = reading_speed(verifier, planned.samples, layers)
     seconds = counted["tokens"] / speed * (1 - min(1.0, there / disk) if disk else 1.0)
-    if planned.unwritten:
-        seconds += planned.unwritten / answering_speed(verifier, planned.prompts[: recipe.data.answer_batch])
+    if planned.unwritten and not recipe.data.answers.server:  # nobody knows how fast a server is
+        seconds += planned.unwritten / answering_speed(verifier, planned.prompts)
     return {
         **counted,
         "at_most": planned.unwritten > 0,
@@ -79,24 +82,34 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
 
 
 def plan_answers(recipe: Recipe, verifier: Verifier, conversations: Sequence[Conversation]) -> Planned:
-    """Each conversation up to its last question, and the stored answer or room for the longest one."""
-    data = recipe.data
-    store = AnswerStore(cache_folder() / "answers", verifier.fingerprint, data.answer_tokens)
+    """Each conversation up to its last question, and the stored answer or room for the longest one. What cannot be rendered
+    is left out: `data prepare` tells of it."""
+    data, tokenizer = recipe.data, verifier.tokenizer
+    answers = data.answers
+    store = AnswerStore(cache_folder() / "answers", verifier.fingerprint, data.answer_tokens, answers.temperature, answers.seed)
     planned = Planned([], 0, [])
+
+    def answered(conversation: Conversation) -> Sample:
+        if answers.mode == "complete" and has_answer(conversation):
+            return sample_of(tokenizer, conversation)
+        messages = list(conversation.messages)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        ids = prompt_ids(tokenizer, messages, conversation.tools)
+        answer = store.get(ids)
+        if answer is None:
+            turns = 1 if answers.mode == "complete" else max(1, sum(message["role"] == "user" for message in messages))
+            planned.unwritten += turns * data.answer_tokens
+            planned.prompts += [ids] if len(planned.prompts) < data.answer_batch else []
+        length = data.answer_tokens if answer is None else len(answer)
+        return Sample(ids + [0] * length, [False] * len(ids) + [True] * length)
 
     def rows() -> Iterator[Sample]:
         for conversation in conversations:
-            messages = list(conversation.messages)
-            while messages and messages[-1]["role"] == "assistant":
-                messages.pop()
-            ids = prompt_ids(verifier.tokenizer, messages, conversation.tools)
-            answer = store.get(ids)
-            if answer is None:
-                planned.unwritten += data.answer_tokens * max(1, sum(m["role"] == "user" for m in messages))
-                if len(planned.prompts) < data.answer_batch:
-                    planned.prompts.append(ids)
-            length = data.answer_tokens if answer is None else len(answer)
-            sample = truncate(Sample(ids + [0] * length, [False] * len(ids) + [True] * length), data.max_length)
+            try:
+                sample = truncate(answered(conversation), data.max_length)
+            except (BadRow, UserError):
+                continue
             if sample.has_supervised:
                 yield sample
 

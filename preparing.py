@@ -17,8 +17,8 @@ def prepare(recipe: Recipe) -> dict[str, Any]:
     conversations = build_conversations(recipe)
     section = recipe.data.features
     training: Iterable[Sample]
-    if recipe.data.answers == "keep" and not isinstance(section, StoredSection):
-        training = render_samples(recipe, load_tokenizer(recipe.verifier.model), conversations)
+    if recipe.data.answers.mode == "keep" and not isinstance(section, StoredSection):
+        training = render_samples(recipe, load_tokenizer(recipe.verifier.model), conversations.train, conversations.skips)
     else:
         wanted = section if isinstance(section, StoredSection) else "online"  # what lies in memory ends with this process
         data = recipe.data.model_copy(update={"features": wanted})

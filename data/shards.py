@@ -6,7 +6,7 @@ read at the speed of the disk, and a file that is too short is told, not a fault
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ def raw(tensor: Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data
 
 
-def write_shard(path: Path, samples: list[int], parts: dict[str, Sequence[Tensor]], checksums: Callable[[], list[int]]) -> None:
+def write_shard(
+    path: Path, samples: list[int], parts: Mapping[str, Sequence[Tensor]], checksums: Callable[[], list[int]]
+) -> None:
     """Each part as its pieces [n_i, ...], one after the other, and on the disk before this returns. The checksums are asked for
     last: they may be computed meanwhile."""
     numbers = torch.tensor(samples)

@@ -25,20 +25,24 @@ def build_features(
     layers: Sequence[int],
     known: Sequence[Features | None] | None,
 ) -> FeatureSource:
-    """known: features that are there already, an entry a sample; only memory takes them."""
+    """known: features that are there already, an entry a sample; only memory takes them. A store is not filled yet."""
     section = recipe.data.features
     row_tokens = max(len(sample.ids) for sample in training) if recipe.data.packing else None
     if section == "online":
         return OnlineFeatures(verifier, training, layers, row_tokens)
     if isinstance(section, StoredSection):
-        stored = StoredFeatures(verifier, training, open_store(recipe, section, verifier, training), row_tokens=row_tokens)
-        with progress_bar("verifier reads the samples", stored.tokens_to_fill(), unit="tokens") as bar:
-            stored.fill(bar)
-        return stored
+        return StoredFeatures(verifier, training, open_store(recipe, section, verifier, training), row_tokens=row_tokens)
     missing = [sample for i, sample in enumerate(training) if known is None or known[i] is None]
     tokens = sum(len(sample.ids) for sample in missing)
     with progress_bar("verifier reads the samples", tokens, unit="tokens") as bar:
         return MemoryFeatures(verifier, training, layers, 2048, known, bar, row_tokens)
+
+
+def fill_features(source: FeatureSource) -> None:
+    """Have the verifier read what a store lacks. Processes that do so at once share the work."""
+    if isinstance(source, StoredFeatures):
+        with progress_bar("verifier reads the samples", source.tokens_to_fill(), unit="tokens") as bar:
+            source.fill(bar)
 
 
 def build_layout(recipe: Recipe, section: StoredSection, verifier: Verifier) -> Layout:

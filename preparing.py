@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .build_data import build_conversations, build_samples, build_verifier, render_samples
+from .build_features import fill_features
 from .data.chat import Sample
 from .data.store import shard_files
 from .heads.loading import load_tokenizer
@@ -22,7 +23,8 @@ def prepare(recipe: Recipe) -> dict[str, Any]:
     else:
         wanted = section if isinstance(section, StoredSection) else "online"  # what lies in memory ends with this process
         data = recipe.data.model_copy(update={"features": wanted})
-        training, _ = build_samples(recipe.model_copy(update={"data": data}), build_verifier(recipe), conversations)
+        training, features = build_samples(recipe.model_copy(update={"data": data}), build_verifier(recipe), conversations)
+        fill_features(features)
     skips = conversations.skips
     result: dict[str, Any] = {"rows": skips.read, "held_out": len(conversations.holdout), **counts(training)}
     result["skipped"] = dict(skips.counts.most_common())

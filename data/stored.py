@@ -96,7 +96,10 @@ class StoredFeatures(FeatureSource):
         if any(found is None for found in rows.values()):
             self.store.scan()  # another process may have been here
             rows |= self.store.read_all([i for i, found in rows.items() if found is None])
-            rows |= self.make([i for i, found in rows.items() if found is None])
+            torn = [i for i, found in rows.items() if found is None]
+            if torn and self.verifier.sharded:  # its other owners are at something else
+                raise UserError(f"{self.store.folder} lacks sample {torn[0]}; run again to make it")
+            rows |= self.make(torn)
         decoded = [self._decoded(rows[i], sample) for i, sample in zip(indices, samples, strict=True)]
         return batch, Features(
             lay_out([f.last for f in decoded], 0.0, packed),

@@ -109,6 +109,7 @@ def test_a_second_prepare_and_training_leave_the_verifiers_layers_alone(write, t
 
     monkeypatch.setattr(verifier.decoder, "forward", refuse)
     training, source = build_samples(checked, verifier, build_conversations(checked))
+    build_features.fill_features(source)
     batch, features = source.load(range(len(training)))
     assert features.layers.shape == (*batch.ids.shape, 64)
 

@@ -15,6 +15,7 @@ from .build_strategy import build_strategy, build_training_verifier, check_proce
 from .data.chat import Sample
 from .data.features import FeatureSource
 from .data.packing import batch_plan
+from .data.stored import StoredFeatures
 from .errors import UserError
 from .evaluation.evaluate import Evaluator
 from .evaluation.lossless import Gate, own_proof, proof
@@ -99,6 +100,10 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
         lengths, section.batch_tokens, section.seed, section.steps, section.epochs, recipe.data.packing, section.group_lengths
     )
     assert not head.needs or head.needs == workshop.layers, "the workshop was opened for other layers"
+    if isinstance(workshop.features, StoredFeatures):
+        assert head.needs or workshop.features.layout.everywhere, (
+            "the store was made for a head that reads less of the last state"
+        )
     if is_first():
         claim(run_folder, recipe)  # only now: bad input leaves no folder behind
         workshop.conversations.skips.write(run_folder / "skipped.jsonl")

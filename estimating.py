@@ -23,6 +23,7 @@ from .data.survey import SHARD, survey
 from .errors import UserError
 from .heads.builtin import cache_folder
 from .heads.generate import generate
+from .heads.packed import PackedLinear
 from .heads.verifier import Verifier
 from .preparing import counts
 from .training.recipe import Recipe
@@ -62,7 +63,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
             check_folder(folder, store_key(recipe, section, verifier, surveyed))
         check_room(folder, disk)
         there = sum(stat.st_size for _, stat in shard_files(folder))
-        held += 2 * SHARD
+        held += 2 * min(SHARD, disk)  # as computed, and as written
     elif section == "memory":
         held = counted["tokens"] * token
     speed = reading_speed(verifier, planned.samples, layers)
@@ -75,10 +76,16 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "disk_bytes": disk,
         "disk_there_bytes": there,
         "disk_free_bytes": free_bytes(folder or cache_folder()),
-        "memory_bytes": sum(p.numel() * p.element_size() for p in verifier.model.parameters()) + held,
+        "memory_bytes": weight_bytes(verifier) + held,
         "verifier_tokens_per_second": round(speed, 1),
         "seconds": round(seconds, 1),
     }
+
+
+def weight_bytes(verifier: Verifier) -> int:
+    """Of the verifier's weights, and of the second layout that CPUs multiply by."""
+    packed = (module.weight for module in verifier.model.modules() if isinstance(module, PackedLinear))
+    return sum(weight.nbytes for weight in (*verifier.model.parameters(), *packed))
 
 
 def plan_answers(recipe: Recipe, verifier: Verifier, conversations: Sequence[Conversation]) -> Planned:

@@ -10,11 +10,9 @@ from .build_heads import needed_layers
 from .data.answer_store import AnswerStore
 from .data.answers import Answered, complete, has_answer, regenerate
 from .data.chat import Sample, samples, truncate
-from .data.chat_server import ChatServer
 from .data.conversations import Conversation, read_conversations, spread
 from .data.features import FeatureSource, MemoryFeatures, OnlineFeatures
 from .data.mixing import mix
-from .data.served_answers import serve, served_store
 from .data.skips import Skips
 from .data.sources import Source, dataset_source, file_source
 from .errors import UserError
@@ -117,6 +115,9 @@ def write_answers(
 
 def serve_answers(recipe: Recipe, conversations: Conversations) -> list[Conversation]:
     """A server writes the answers."""
+    from .data.chat_server import ChatServer  # its client library is of no use to other runs
+    from .data.served_answers import serve, served_store
+
     data, rows = recipe.data, conversations.train
     answers = data.answers
     with ChatServer(

@@ -81,6 +81,7 @@ class Inspection:
             "cut_tokens": counts.cut,
             "duplicates": counts.duplicates,
             "longest": counts.longest,
+            "different": len(counts.counts),
             "draft_vocabulary": [{"size": size, "coverage": share} for size, share in self.vocabulary.items()],
             "agreement": agreement and {"tokens": agreement.tokens, "agreeing": agreement.agreeing, "share": agreement.share},
             "examples": examples,

@@ -57,6 +57,8 @@ def test_the_json_counts_every_row_and_shows_the_first(tmp_path, make_tokenizer)
     skipped = {"no messages": 1, "no assistant turn": 1, "no supervised token after max_length=50": 1}
     assert told.pop("skipped") == skipped
     assert len(cut) > 50
+    words = [tokenizer(f"{word}<|im_end|>")["input_ids"] for word in ("fine", "you", "yes")]
+    different = {id for ids in (*words, cut[prompt:50]) for id in ids}
     assert told == {
         "rows": 7,
         "samples": 4,
@@ -67,6 +69,7 @@ def test_the_json_counts_every_row_and_shows_the_first(tmp_path, make_tokenizer)
         "cut_tokens": len(cut) - 50,
         "duplicates": 1,
         "longest": len(cut),
+        "different": len(different),
         "draft_vocabulary": [],
         "agreement": None,
     }

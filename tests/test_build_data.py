@@ -10,7 +10,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from headstart.build_data import build_conversations, build_samples, check_author
+from headstart.build_heads import build_vocabulary
 from headstart.data.agreement import a_few
+from headstart.data.chat import Sample
 from headstart.errors import UserError
 from headstart.heads.verifier import Verifier
 from headstart.training.recipe import Recipe
@@ -168,6 +170,24 @@ def test_case_55_training_on_another_authors_answers_is_measured(tmp_path, verif
     drawn = recipe([path], answers={"temperature": 1.0, "seed": 5})
     samples, source = build_samples(drawn, verifier, build_conversations(drawn))
     assert 0 < check_author(drawn, samples, source).share < 1
+
+
+def test_case_12_the_template_keeps_its_tokens_and_coverage_is_printed(verifier, capsys):
+    """<|im_start|> and <|im_end|> stand in the template; neither is a special token by the tokenizer's own account."""
+    a, b, c = (verifier.tokenizer.convert_tokens_to_ids(letter) for letter in "abc")
+    samples = [Sample([9, a, a, a, b, b, c], [False] + [True] * 6)]
+    ids = build_vocabulary(5, verifier, samples).tolist()
+    assert set(verifier.tokenizer.all_special_ids) == {3}
+    assert ids == sorted([2, 3, a, b, c])
+    assert build_vocabulary(4, verifier, samples).tolist() == sorted([2, 3, a, b])
+    told = capsys.readouterr().err.splitlines()
+    rows = verifier.facts.vocab_size
+    assert told == [
+        f"draft vocabulary: 5 of {rows} tokens, 100.00% of the supervised ones",
+        f"draft vocabulary: 4 of {rows} tokens, 83.33% of the supervised ones",
+    ]
+    with pytest.raises(UserError, match=r"^draft vocabulary of 1: must hold the 2 special tokens"):
+        build_vocabulary(1, verifier, samples)
 
 
 def test_a_few_samples_stand_for_all(verifier):

@@ -9,6 +9,7 @@ from typing import Any
 
 from .build_features import build_features
 from .build_heads import needed_layers
+from .data.agreement import Agreement, a_few, agreement
 from .data.answer_store import AnswerStore
 from .data.answers import Answered, complete, has_answer, regenerate
 from .data.chat import Sample, samples, truncate
@@ -148,6 +149,14 @@ def serve_answers(recipe: Recipe, conversations: Conversations) -> list[Conversa
     if not answered:
         raise UserError(nothing_answered(conversations))
     return answered
+
+
+def check_author(recipe: Recipe, training: Sequence[Sample], source: FeatureSource) -> Agreement | None:
+    """How far the verifier would write what is learned, from a few samples; None where it wrote every word greedily."""
+    answers = recipe.data.answers
+    if answers.mode == "regenerate" and not answers.server and not answers.temperature:
+        return None
+    return agreement(source, a_few(training))
 
 
 def turns(rows: Sequence[Conversation], mode: str) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .build import build_evaluator, build_judge, build_samplings, build_settings, build_tree, build_verifier
-from .build_data import Conversations, build_conversations, build_samples
+from .build_data import Conversations, build_conversations, build_samples, check_author
 from .build_features import fill_features
 from .build_heads import build_head, needed_layers
 from .build_strategy import build_strategy, build_training_verifier, check_processes
@@ -73,6 +73,10 @@ def open_workshop(recipe: Recipe) -> Workshop:
         say(f"left out: {line}")
     tokens, learned = sum(len(s.ids) for s in samples), sum(sum(s.mask) for s in samples)
     say(f"training on {len(samples)} samples: {tokens} tokens, {learned} supervised")
+    if found := check_author(recipe, samples, features):
+        say(f"the verifier would choose {found.share:.1%} of {found.tokens} supervised tokens itself")
+        if found.warning:
+            say(f"warning: {found.warning}")
     judge = build_judge(recipe, verifier) if is_first() else verifier  # only the first process judges
     evaluator = build_evaluator(recipe, judge, conversations.holdout)
     return Workshop(verifier, evaluator, conversations, samples, features, needed_layers(recipe, verifier))

@@ -51,7 +51,9 @@ def render(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: list | Non
     if cut_short:
         start, end = spans[-1]
         closing = end_of_turn(tokenizer, tokenizer.get_chat_template(None, tools), tools)
-        spans[-1] = (start, end - len(closing) if text.endswith(closing, start, end) else end)
+        if not text.endswith(closing, start, end):
+            raise UserError(f"{template_name(tokenizer)} hides where an answer that was cut short ends")
+        spans[-1] = (start, end - len(closing))
     ids, mask = _mask(tokenizer, text, spans)
     if cut_short and any(mask):
         length = len(mask) - mask[::-1].index(True)

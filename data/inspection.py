@@ -14,7 +14,7 @@ from .agreement import Agreement, read_agreement
 from .chat import Sample, samples
 from .conversations import read_conversations
 from .skips import OnBad, Skips
-from .vocabulary import choose_by_count
+from .vocabulary import choose_by_count, template_tokens
 
 
 @dataclass
@@ -81,6 +81,7 @@ class Inspection:
             "cut_tokens": counts.cut,
             "duplicates": counts.duplicates,
             "longest": counts.longest,
+            "different": len(counts.counts),
             "draft_vocabulary": [{"size": size, "coverage": share} for size, share in self.vocabulary.items()],
             "agreement": agreement and {"tokens": agreement.tokens, "agreeing": agreement.agreeing, "share": agreement.share},
             "examples": examples,
@@ -99,7 +100,7 @@ def inspect_file(
 ) -> Inspection:
     """Render every row of the files, keep the first `limit` samples to show, let `verifier` read the first `read`.
 
-    sizes: of draft vocabularies, whose special tokens are the tokenizer's.
+    sizes: of draft vocabularies, which keep the tokenizer's special tokens and those of its template.
     Raises UserError as `read_conversations` and `samples` do, so also when no row gives a sample.
     """
     skips, coverage, examples, number = Skips(), Coverage(), list[Example](), 0
@@ -113,7 +114,7 @@ def inspect_file(
             first.append(sample)
     rows = len(tokenizer)  # of the verifier's lm_head at least, which may be padded
     vocabulary = {
-        size: choose_by_count(coverage.counts, size, rows, tokenizer.all_special_ids).coverage for size in sorted(set(sizes))
+        size: choose_by_count(coverage.counts, size, rows, template_tokens(tokenizer)).coverage for size in sorted(set(sizes))
     }
     agreement = read_agreement(verifier, first) if verifier is not None else None
     return Inspection(skips.read, number, skips, coverage, vocabulary, agreement, examples)

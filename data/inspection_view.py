@@ -24,6 +24,7 @@ def lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
     yield from ((f"left out: {reason}", f"{number:,}") for reason, number in inspection.skips.counts.most_common())
     yield "tokens", f"{counts.tokens:,}"
     yield "supervised tokens", f"{counts.supervised:,} ({counts.supervised / counts.tokens:.1%})"
+    yield "different supervised tokens", f"{len(counts.counts):,}"
     yield "duplicate samples", f"{counts.duplicates:,}"
     yield "truncated samples", f"{counts.truncated:,}" + (f" ({counts.cut:,} tokens cut)" if counts.cut else "")
     yield "longest sample", f"{counts.longest:,} tokens"

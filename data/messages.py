@@ -70,7 +70,7 @@ def _old_calls(message: dict[str, Any]) -> dict[str, Any]:
     """Calls as they were written before `tool_calls`: a field `function_call`, or a turn of that name with JSON text."""
     if message.get("function_call") is not None:
         return {**message, "tool_calls": [_function(_from_json(message["function_call"]))]}
-    if (message.get("role") or message.get("from")) == "function_call":
+    if str(message.get("role") or message.get("from")).strip().lower() == "function_call":
         said = message.get("content")
         calls = _from_json(message.get("value") if said is None else said)
         calls = calls if isinstance(calls, list) else [calls]

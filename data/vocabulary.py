@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import UserError
 
@@ -44,3 +45,10 @@ def choose_by_count(counts: Counter[int], size: int, vocab_size: int, pinned: It
         chosen.add(token)
     covered = sum(count for token, count in counts.items() if token in chosen)
     return DraftVocabulary(sorted(chosen), covered / max(counts.total(), 1))
+
+
+def template_tokens(tokenizer: Any) -> set[int]:
+    """Special ids, and the tokens of its own that the chat template writes, special or not: ends of turns, tags of calls."""
+    template = str(tokenizer.chat_template or "")
+    written = {id for id, token in tokenizer.added_tokens_decoder.items() if str(token) in template}
+    return written | set(tokenizer.all_special_ids)

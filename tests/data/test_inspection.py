@@ -57,6 +57,8 @@ def test_the_json_counts_every_row_and_shows_the_first(tmp_path, make_tokenizer)
     skipped = {"no messages": 1, "no assistant turn": 1, "no supervised token after max_length=50": 1}
     assert told.pop("skipped") == skipped
     assert len(cut) > 50
+    words = [tokenizer(f"{word}<|im_end|>")["input_ids"] for word in ("fine", "you", "yes")]
+    different = {id for ids in (*words, cut[prompt:50]) for id in ids}
     assert told == {
         "rows": 7,
         "samples": 4,
@@ -67,6 +69,7 @@ def test_the_json_counts_every_row_and_shows_the_first(tmp_path, make_tokenizer)
         "cut_tokens": len(cut) - 50,
         "duplicates": 1,
         "longest": len(cut),
+        "different": len(different),
         "draft_vocabulary": [],
         "agreement": None,
     }
@@ -120,7 +123,7 @@ def test_the_coverage_of_draft_vocabularies(tmp_path, make_tokenizer):
     tokenizer = make_tokenizer()
     inspection = inspect(tmp_path, tokenizer, LINES, max_length=50, limit=9, sizes=[len(tokenizer), 8, 8])
     counts = Counter(id for one in inspection.examples for id, on in zip(one.sample.ids, one.sample.mask, strict=True) if on)
-    special = set(tokenizer.all_special_ids)
+    special = {*tokenizer.all_special_ids, *tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])}
     others = sorted((count for id, count in counts.items() if id not in special), reverse=True)
     covered = sum(counts[id] for id in special) + sum(others[: 8 - len(special)])
     assert 0 < covered < counts.total()
@@ -129,7 +132,7 @@ def test_the_coverage_of_draft_vocabularies(tmp_path, make_tokenizer):
         {"size": len(tokenizer), "coverage": 1.0},
     ]
     assert f"covers {covered / counts.total():.2%}" in printed(inspection)
-    with pytest.raises(UserError, match=r"^draft vocabulary of 1: must hold the 2 special tokens"):
+    with pytest.raises(UserError, match=r"^draft vocabulary of 1: must hold the 4 special tokens"):
         inspect(tmp_path, tokenizer, LINES, sizes=[1])
 
 

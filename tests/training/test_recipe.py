@@ -114,6 +114,13 @@ def test_eagle3_defaults(write: Any) -> None:
     assert recipe.head == Eagle3Section(layers=None, draft_vocabulary=None, depth=7, decay=0.8)
 
 
+def test_the_schema_knows_the_short_forms() -> None:
+    data = schema_json()["$defs"]["DataSection"]["properties"]
+    assert {"type": "string"} in data["train"]["items"]["anyOf"]
+    assert {"$ref": "#/$defs/SourceSection"} in data["train"]["items"]["anyOf"]
+    assert {"enum": ["keep", "regenerate", "complete"], "type": "string"} in data["answers"]["anyOf"]
+
+
 MIXTURE = """\
 - chats.jsonl
 - {file: more.csv, weight: 0.5, columns: {prompt: q, response: a}}

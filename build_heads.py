@@ -8,7 +8,7 @@ import torch
 from .build_start import read_start
 from .data.chat import Sample
 from .data.features import FeatureSource
-from .data.vocabulary import choose_vocabulary
+from .data.vocabulary import choose_vocabulary, template_tokens
 from .errors import UserError
 from .heads.adapters import new_adapter
 from .heads.base import DraftHead, LayerConfig
@@ -141,7 +141,7 @@ def build_vocabulary(size: int | None, verifier: Verifier, training: Sequence[Sa
     vocab_size = verifier.facts.vocab_size
     if size is None:
         return torch.arange(vocab_size)
-    pinned = {*verifier.facts.stop_ids, *verifier.tokenizer.all_special_ids}
+    pinned = {*verifier.facts.stop_ids, *template_tokens(verifier.tokenizer)}
     chosen = choose_vocabulary(((s.ids, s.mask) for s in training), size, vocab_size, pinned)
     say(f"draft vocabulary: {size} of {vocab_size} tokens, {chosen.coverage:.2%} of the supervised ones")
     return torch.tensor(chosen.ids)

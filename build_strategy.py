@@ -12,6 +12,7 @@ from .heads.loading import load_model, load_tokenizer, resolve_device, resolve_d
 from .heads.verifier import Verifier
 from .ranks import in_turn, is_first, one_by_one, share, started_by_torchrun, world
 from .training.recipe import SHIPPED, Recipe
+from .training.sections.features import StoredSection
 from .training.sections.training import TrainingSection
 from .training.strategies.base import Strategy
 from .training.strategies.plain import Plain
@@ -81,6 +82,9 @@ def build_training_verifier(recipe: Recipe) -> Verifier:
         raise UserError(f"verifier.{name}: not with a verifier that is sharded; set training.strategy to ddp")
     if recipe.data.features == "memory":
         raise UserError("data.features: memory has every process run the whole verifier; with one that is sharded use online")
+    if isinstance(recipe.data.features, StoredSection) and recipe.data.features.keep:
+        raise UserError("data.features.keep: what is evicted is made again by one process, with a whole verifier; store all of "
+                        "it, or use online")  # fmt: skip
     if recipe.evaluation.dtype not in (None, spec.dtype):
         raise UserError("evaluation.dtype: a sharded verifier judges in verifier.dtype; leave it null")
     device = resolve_device(spec.device)

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from .build import build_evaluator, build_judge, build_samplings, build_settings, build_texts, build_tree, build_verifier
-from .build_data import Conversations, build_conversations, build_samples
+from .build_data import Conversations, build_conversations, build_samples, check_author
+from .build_features import fill_features
 from .build_heads import adapt, build_head, needed_layers
 from .build_start import start_from
 from .build_strategy import build_strategy, build_training_verifier, check_processes
 from .data.chat import Sample
 from .data.features import FeatureSource, OriginalFeatures
 from .data.packing import batch_plan
+from .data.stored import StoredFeatures
 from .errors import UserError
 from .evaluation.evaluate import Evaluator
 from .evaluation.lossless import Gate, own_proof, proof
@@ -42,7 +44,7 @@ class Workshop:
     verifier: Verifier
     evaluator: Evaluator  # with the verifier in evaluation.dtype
     conversations: Conversations
-    samples: list[Sample]
+    samples: Sequence[Sample]
     features: FeatureSource
     layers: tuple[int, ...]  # that the features hold
 
@@ -55,12 +57,19 @@ def open_workshop(recipe: Recipe) -> Workshop:
     with leading(verifier) as leads:  # what the first process has the verifier answer, the others find stored
         if leads:
             samples, features = build_samples(recipe, verifier, conversations)
+            if verifier.sharded:
+                fill_features(features)
     if not is_first():
         samples, features = build_samples(recipe, verifier, conversations)
+    fill_features(features)  # each with a verifier of its own, the processes share the work
     for line in conversations.skips.summary(conversations.skips.read):
         say(f"left out: {line}")
     tokens, learned = sum(len(s.ids) for s in samples), sum(sum(s.mask) for s in samples)
     say(f"training on {len(samples)} samples: {tokens} tokens, {learned} supervised")
+    if found := check_author(recipe, samples, features):
+        say(f"the verifier would choose {found.share:.1%} of {found.tokens} supervised tokens itself")
+        if found.warning:
+            say(f"warning: {found.warning}")
     judge = build_judge(recipe, verifier) if is_first() else verifier  # only the first process judges
     evaluator = build_evaluator(recipe, judge, conversations.holdout)
     return Workshop(verifier, evaluator, conversations, samples, features, needed_layers(recipe, verifier))
@@ -93,8 +102,14 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     if section.compile:
         compile_layers(head)
     lengths = [len(s.ids) for s in training]
-    plan = batch_plan(lengths, section.batch_tokens, section.seed, section.steps, section.epochs, recipe.data.packing)
+    plan = batch_plan(
+        lengths, section.batch_tokens, section.seed, section.steps, section.epochs, recipe.data.packing, section.group_lengths
+    )
     assert not head.needs or head.needs == workshop.layers, "the workshop was opened for other layers"
+    if isinstance(workshop.features, StoredFeatures):
+        assert head.needs or workshop.features.layout.everywhere, (
+            "the store was made for a head that reads less of the last state"
+        )
     if is_first():
         claim(run_folder, recipe)  # only now: bad input leaves no folder behind
         workshop.conversations.skips.write(run_folder / "skipped.jsonl")

@@ -29,3 +29,18 @@ def gates_table(gates: "Sequence[Gate]") -> Table:
         verdict = "passed" if gate.passed else "[bold red]FAILED[/]"
         table.add_row(gate.part, gate.name, f"{gate.measure} {gate.value:.3g}", gate.needed, verdict, gate.note)
     return table
+
+
+def facts_table(title: str, facts: dict[str, Any]) -> Table:
+    """Names and values, those of inner dicts as `outer: inner`; bytes in megabytes."""
+    table = Table("", "", show_header=False, title=title)
+    for name, value in facts.items():
+        label = name.replace("_", " ")
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        for key, one in inner:
+            words = f"{label}: {key}" if key else label
+            if words.endswith("bytes"):
+                table.add_row(words.removesuffix("bytes") + "MB", f"{one / 1e6:,.1f}")
+            else:
+                table.add_row(words, f"{one:,}" if isinstance(one, int | float) and not isinstance(one, bool) else str(one))
+    return table

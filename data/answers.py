@@ -1,55 +1,26 @@
 """Let the verifier answer the prompts itself: a head learns to imitate the verifier, not the author of a data set.
 
-Every answer is stored under the hash of its prompt's token ids as soon as its batch is done, so a killed run goes on where it
-was and a rerun costs nothing.
+Every answer is stored under the hash of its prompt's token ids as soon as its batch is done.
 """
 
-import hashlib
-import json
-import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from ..heads.generate import generate_with_features
+from ..errors import UserError
+from ..heads.generate import Choose, generate_with_features
 from ..heads.verifier import Features, Verifier
-from .chat import Sample, prompt_ids
+from .answer_store import AnswerStore, digest
+from .chat import Sample, prompt_ids, sample_of
 from .conversations import Conversation
+from .skips import BadRow
+from .spans import shared_prefix
 
-
-class AnswerStore:
-    """Greedy answers (token ids) of one verifier at one length limit: a JSON line each, appended and synced by batch."""
-
-    def __init__(self, folder: Path, fingerprint: str, answer_tokens: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"{fingerprint[:16]}-{answer_tokens}.jsonl"
-        self.answers: dict[str, list[int]] = {}
-        if self.path.exists():
-            complete = [line for line in self.path.read_bytes().split(b"\n")[:-1] if line]
-            for line in complete:
-                row = json.loads(line)
-                self.answers[row["prompt"]] = row["answer"]
-            # a line torn by a kill would swallow the next one
-            os.truncate(self.path, sum(len(line) + 1 for line in complete))
-
-    def get(self, prompt: Sequence[int]) -> list[int] | None:
-        return self.answers.get(digest(prompt))
-
-    def add(self, prompts: Iterable[Sequence[int]], answers: Iterable[list[int]]) -> None:
-        rows = {digest(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
-        self.answers |= rows
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"prompt": key, "answer": answer}) + "\n" for key, answer in rows.items())
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def digest(prompt: Sequence[int]) -> str:
-    return hashlib.sha256(",".join(map(str, prompt)).encode()).hexdigest()
+Refuse = Callable[[BadRow, str], None]  # told of a conversation that cannot be rendered and where it stands
 
 
 @dataclass
@@ -80,22 +51,79 @@ def regenerate(
     batch: int,
     layers: Sequence[int] | None = None,
     on_tokens: Callable[[int], None] = lambda count: None,
+    refuse: Refuse | None = None,
 ) -> list[Answered]:
     """Replace every answer of the conversations, in order, by the verifier's own, and answer what ends with a question.
 
     Returns a sample a conversation, in the order given: the last prompt and its answer, token for token as decoded. Earlier
-    answers are supervised where they stand in it unchanged. With `layers`, the states of newly written answers are kept:
-    training on them needs no second pass of the verifier.
+    answers are supervised where they stand in it unchanged. With `layers`, the states of newly written greedy answers are
+    kept: training on them needs no second pass of the verifier. Without `refuse` a conversation that the chat template
+    refuses raises UserError.
     """
     dialogues = [Dialogue(c, split_turns(c.messages), [], [], []) for c in conversations]
+    write_answers(verifier, dialogues, store, answer_tokens, batch, layers, on_tokens, refuse or raise_refusal)
+    return [to_sample(dialogue) for dialogue in dialogues if dialogue.answers]
+
+
+def complete(
+    verifier: Verifier,
+    conversations: Sequence[Conversation],
+    store: AnswerStore,
+    answer_tokens: int,
+    batch: int,
+    layers: Sequence[int] | None = None,
+    on_tokens: Callable[[int], None] = lambda count: None,
+    refuse: Refuse | None = None,
+) -> list[Answered]:
+    """Answer only conversations that end without an answer. Answers of the file stay, and are supervised as well."""
+    refuse = refuse or raise_refusal
+    dialogues = [Dialogue(c, [] if has_answer(c) else [list(c.messages)], [], [], []) for c in conversations]
+    write_answers(verifier, dialogues, store, answer_tokens, batch, layers, on_tokens, refuse)
+    completed = []
+    for dialogue in dialogues:
+        try:
+            if dialogue.answers:
+                completed.append(with_given_answers(to_sample(dialogue), dialogue, verifier.tokenizer))
+            elif has_answer(dialogue.conversation):
+                completed.append(Answered(sample_of(verifier.tokenizer, dialogue.conversation), None))
+        except BadRow as bad:
+            refuse(bad, dialogue.conversation.source)
+    return completed
+
+
+def has_answer(conversation: Conversation) -> bool:
+    return conversation.messages[-1]["role"] == "assistant"
+
+
+def raise_refusal(bad: BadRow, source: str) -> None:
+    raise UserError(f"{source}: {bad}")
+
+
+def write_answers(
+    verifier: Verifier,
+    dialogues: Sequence[Dialogue],
+    store: AnswerStore,
+    answer_tokens: int,
+    batch: int,
+    layers: Sequence[int] | None,
+    on_tokens: Callable[[int], None],
+    refuse: Refuse,
+) -> None:
+    """Answer everything that waits, a turn of every dialogue at a time. One that is refused keeps no answers."""
+    if store.temperature:
+        layers = None  # states go with the verifier's first choice, which a drawn token need not be
     while pending := [d for d in dialogues if d.waiting]:
         for dialogue in pending:
             dialogue.messages += dialogue.waiting.pop(0)
-            dialogue.prompts.append(prompt_ids(verifier.tokenizer, dialogue.messages, dialogue.conversation.tools))
-        answer_missing(verifier, pending, store, answer_tokens, batch, layers, on_tokens)
-        for dialogue in pending:
+            try:
+                dialogue.prompts.append(prompt_ids(verifier.tokenizer, dialogue.messages, dialogue.conversation.tools))
+            except UserError as error:
+                refuse(BadRow("no rendering", str(error)), dialogue.conversation.source)
+                dialogue.waiting, dialogue.prompts, dialogue.answers = [], [], []
+        asked = [d for d in pending if d.prompts]
+        answer_missing(verifier, asked, store, answer_tokens, batch, layers, on_tokens)
+        for dialogue in asked:
             add_answer(dialogue, store.get(dialogue.prompts[-1]) or [], verifier)
-    return [to_sample(dialogue) for dialogue in dialogues if dialogue.answers]
 
 
 def split_turns(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -118,17 +146,37 @@ def answer_missing(
     layers: Sequence[int] | None,
     on_tokens: Callable[[int], None],
 ) -> None:
-    """Generate what the store lacks, in batches of prompts of like length."""
-    missing = [d for d in dialogues if store.get(d.prompts[-1]) is None]
-    missing.sort(key=lambda d: len(d.prompts[-1]))
+    """Generate what the store lacks, in batches of prompts of like length; a prompt that comes twice is asked once."""
+    lacking: dict[str, Dialogue] = {}
+    for dialogue in dialogues:
+        if store.get(dialogue.prompts[-1]) is None:
+            lacking.setdefault(digest(dialogue.prompts[-1]), dialogue)
+    missing = sorted(lacking.values(), key=lambda d: len(d.prompts[-1]))
     for start in range(0, len(missing), batch):
         part = missing[start : start + batch]
         prompts = [dialogue.prompts[-1] for dialogue in part]
         final = any(not dialogue.waiting for dialogue in part)  # earlier turns are read again with the last one
-        answers, features = generate_with_features(verifier, prompts, answer_tokens, layers if final else None, on_tokens)
+        choose = drawing(prompts, store.temperature, store.seed) if store.temperature else None
+        answers, features = generate_with_features(
+            verifier, prompts, answer_tokens, layers if final else None, on_tokens, choose
+        )
         store.add(prompts, answers)
         for dialogue, states in zip(part, features, strict=False):
             dialogue.features = states
+
+
+def drawing(prompts: Sequence[Sequence[int]], temperature: float, seed: int) -> Choose:
+    """Draws each token from softmax(logits / temperature), with dice of the prompt's own: whatever shares its batch."""
+    dice = [random.Random(f"{seed}-{digest(prompt)}") for prompt in prompts]
+
+    def choose(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        exact = torch.float32 if logits.device.type == "mps" else torch.float64  # which that device does not have
+        shares = torch.softmax(logits.to(exact) / temperature, -1).cumsum(-1)
+        thrown = torch.tensor([[dice[row].random()] for row in rows], dtype=exact, device=logits.device)
+        drawn = torch.searchsorted(shares, thrown * shares[:, -1:], right=True)
+        return drawn[:, 0].clamp(max=logits.shape[-1] - 1)
+
+    return choose
 
 
 def add_answer(dialogue: Dialogue, answer: list[int], verifier: Verifier) -> None:
@@ -148,6 +196,16 @@ def to_sample(dialogue: Dialogue) -> Answered:
             mask[start:end] = [True] * len(answer)
     sample = Sample(ids, mask, conversation.id, conversation.category, conversation.split, conversation.source)
     return Answered(sample, None if dialogue.features is None else with_choices(dialogue.features, sample))
+
+
+def with_given_answers(found: Answered, dialogue: Dialogue, tokenizer: Any) -> Answered:
+    """Supervise the file's answers too, wherever they stand in the prompt as in the finished conversation."""
+    if not any(message["role"] == "assistant" for message in dialogue.conversation.messages):
+        return found
+    finished = sample_of(tokenizer, replace(dialogue.conversation, messages=tuple(dialogue.messages)))
+    same = shared_prefix(finished.ids, dialogue.prompts[-1])
+    mask = [*finished.mask[:same], *found.sample.mask[same:]]
+    return Answered(replace(found.sample, mask=mask), None)  # its states know only the verifier's own choices
 
 
 def with_choices(states: Features, sample: Sample) -> Features:

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import UserError
 from .conversations import Conversation
 from .skips import BadRow, OnBad, Skips
-from .spans import Span, assistant_spans, render_text, shared_prefix, template_name
+from .spans import Span, assistant_spans, end_of_turn, render_text, shared_prefix, template_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,24 @@ def prompt_ids(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: list |
     return _tokenize(tokenizer, render_text(tokenizer, list(messages), tools, prompt=True))
 
 
-def render(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: list | None = None) -> Sample:
+def render(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: list | None = None, cut_short: bool = False) -> Sample:
     """Tokens and mask of a whole conversation; the ids are those of one `apply_chat_template` over all of it.
 
+    cut_short: the last answer was stopped in its middle, so the sample ends with its last token; nobody wrote its end.
     A token that lies across the edge of a turn belongs to the turn. The mask is empty only for a conversation without
     an assistant's turn. Raises UserError when the template refuses the messages or a turn cannot be located.
     """
     text, spans = assistant_spans(tokenizer, list(messages), tools)
+    if cut_short:
+        start, end = spans[-1]
+        closing = end_of_turn(tokenizer, tokenizer.get_chat_template(None, tools), tools)
+        if not text.endswith(closing, start, end):
+            raise UserError(f"{template_name(tokenizer)} hides where an answer that was cut short ends")
+        spans[-1] = (start, end - len(closing))
     ids, mask = _mask(tokenizer, text, spans)
+    if cut_short and any(mask):
+        length = len(mask) - mask[::-1].index(True)
+        ids, mask = ids[:length], mask[:length]
     if not any(mask) and any(message["role"] == "assistant" for message in messages):
         raise UserError(f"{template_name(tokenizer)} leaves nothing of the assistant's turns to learn from")
     return Sample(ids, mask)
@@ -73,7 +83,7 @@ def samples(
     for conversation in conversations:
         given += 1
         try:
-            sample = _sample(tokenizer, conversation, max_length)
+            sample = truncate(sample_of(tokenizer, conversation), max_length)
         except BadRow as bad:
             skips.refuse(bad, conversation.source, on_bad)
             dropped[bad.reason] += 1
@@ -88,19 +98,19 @@ def samples(
         raise UserError(_nothing_left(dropped, given))
 
 
-def _sample(tokenizer: Any, conversation: Conversation, max_length: int) -> Sample:
+def sample_of(tokenizer: Any, conversation: Conversation) -> Sample:
+    """A conversation as a whole. Raises BadRow when it cannot be rendered."""
     try:
-        sample = render(tokenizer, conversation.messages, conversation.tools)
+        sample = render(tokenizer, conversation.messages, conversation.tools, conversation.cut_short)
     except UserError as error:
         raise BadRow("no rendering", str(error)) from None
-    labelled = replace(
+    return replace(
         sample,
         id=conversation.id,
         category=conversation.category,
         split=conversation.split,
         source=conversation.source,
     )
-    return truncate(labelled, max_length)
 
 
 _TOO_LONG = "no supervised token after max_length="

@@ -4,6 +4,7 @@ import bisect
 import math
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,10 +15,11 @@ from .chat import Sample
 GROUP = 32  # batches whose samples are sorted by length together: little padding, still random
 
 
-def batch_order(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+def batch_order(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, grouped: bool = True) -> list[list[int]]:
     """One epoch of batches of sample indices, each of at most `batch_tokens` tokens with its padding (one sample at least).
 
-    The order depends on seed and epoch alone, so a resumed run finds its place by counting.
+    grouped: samples of like length go together. The order depends on seed and epoch alone, so a resumed run finds its place
+    by counting.
     """
     rng = random.Random(f"{seed}-{epoch}")
     order = list(range(len(lengths)))
@@ -26,7 +28,8 @@ def batch_order(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int
     window = max(1, math.ceil(GROUP * batch_tokens / average))
     batches = []
     for start in range(0, len(order), window):
-        batches += split_by_tokens(sorted(order[start : start + window], key=lambda i: lengths[i]), lengths, batch_tokens)
+        part = order[start : start + window]
+        batches += split_by_tokens(sorted(part, key=lambda i: lengths[i]) if grouped else part, lengths, batch_tokens)
     rng.shuffle(batches)
     return batches
 
@@ -104,10 +107,16 @@ def as_they_come(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def batch_plan(
-    lengths: Sequence[int], batch_tokens: int, seed: int, steps: int | None, epochs: float | None, packing: bool = False
+    lengths: Sequence[int],
+    batch_tokens: int,
+    seed: int,
+    steps: int | None,
+    epochs: float | None,
+    packing: bool = False,
+    grouped: bool = True,
 ) -> list[list[int]]:
     """The batches of a whole run, an entry an optimizer step: `steps` of them, or `epochs` passes (the last may be partial)."""
-    order = packed_order if packing else batch_order
+    order = packed_order if packing else partial(batch_order, grouped=grouped)
     plan: list[list[int]] = []
     epoch = 0
     while len(plan) < steps if steps is not None else epoch < (epochs or 0):

@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -77,6 +78,8 @@ def _parse(line: str) -> Any:
         return BadRow("broken JSON", f"{error.msg.removesuffix(' at')} at column {error.colno}")
     except RecursionError:
         return BadRow("broken JSON", "nested too deeply")
+    except ValueError:
+        return BadRow("broken JSON", "a number of more digits than can be read")
 
 
 def _json(path: Path) -> Rows:
@@ -129,6 +132,8 @@ class _ArrayStream:
                     self._fail(number, error.msg)
             except RecursionError:
                 self._fail(number, "nested too deeply")
+            except ValueError:
+                self._fail(number, "a number of more digits than can be read")
 
     def _peek(self) -> str:
         """Move to the next character that is not white space and return it; "" at the end of the file."""
@@ -149,7 +154,10 @@ class _ArrayStream:
 
 def _csv(path: Path) -> Rows:
     csv.field_size_limit(sys.maxsize)  # the default refuses an answer of more than 128 KiB
-    table = csv.reader(_csv_lines(path))
+    lines = _csv_lines(path)
+    first = next(lines, "")
+    # Spreadsheets write semicolons where the comma is the decimal point. Column names hold none of the three.
+    table = csv.reader(chain([first], lines), delimiter=max(",;\t", key=first.count))
     header, number = _cells(table), table.line_num + 1
     while (cells := _cells(table)) is not None:
         yield number, cells if isinstance(cells, BadRow) else _named(header, cells)
@@ -189,17 +197,20 @@ def _parquet(path: Path) -> Rows:
         with pyarrow.parquet.ParquetFile(path) as table:
             rows = (row for batch in table.iter_batches(batch_size=256) for row in batch.to_pylist())
             for number, row in enumerate(rows, start=1):
-                yield number, {key: _without_nulls(value) for key, value in row.items()}
+                yield number, {key: without_nulls(value) for key, value in row.items()}
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: not a readable Parquet file: {str(error).splitlines()[0]}") from None
 
 
-def _without_nulls(value: Any) -> Any:
-    """Columns of structs give every row the keys of all rows, filled with nulls that nobody wrote."""
+def without_nulls(value: Any) -> Any:
+    """Columns of structs give every row the keys of all rows, filled with nulls that nobody wrote.
+
+    A null `content` stays: every chat message has that key, and without text it is told from a message of another shape.
+    """
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: without_nulls(item) for key, item in value.items() if item is not None or key == "content"}
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return [without_nulls(item) for item in value]
     return value
 
 
@@ -208,6 +219,7 @@ _READERS: dict[str, Callable[[Path], Rows]] = {
     ".ndjson": _json_lines,
     ".json": _json,
     ".csv": _csv,
+    ".tsv": _csv,
     ".parquet": _parquet,
     ".txt": _text,
 }

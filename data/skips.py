@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import UserError
+from ..heads.files import write_text
 
 OnBad = Literal["error", "skip"]
 
@@ -61,4 +62,4 @@ class Skips:
 
     def write(self, path: Path) -> None:
         """Write the records as JSON lines."""
-        path.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+        write_text(path, "".join(json.dumps(row) + "\n" for row in self.rows))

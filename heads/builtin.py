@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,14 +39,30 @@ def cache_folder() -> Path:
 
 def builtin_folder(name: str) -> Path:
     """The transformers folder of a builtin verifier, converted on first use. Raises UserError when it cannot be had."""
+    return converted(name, whole_folder(name), "config.json", convert_gguf)
+
+
+def builtin_tokenizer(name: str) -> Path:
+    """A folder with its tokenizer: the whole one where it is there, else one with the tokenizer alone, converted in seconds."""
+    whole = whole_folder(name)
+    if (whole / "config.json").exists():
+        return whole
+    return converted(name, whole.with_name(f"{whole.name}-tokenizer"), "tokenizer_config.json", convert_tokenizer)
+
+
+def whole_folder(name: str) -> Path:
     if name not in BUILTIN:
         raise UserError(f"builtin:{name}: unknown builtin verifier; there is: {', '.join(BUILTIN)}")
-    packaged = BUILTIN[name]
-    folder = cache_folder() / "verifiers" / f"{name}-{packaged.sha256[:12]}"
-    if not (folder / "config.json").exists():
+    return cache_folder() / "verifiers" / f"{name}-{BUILTIN[name].sha256[:12]}"
+
+
+def converted(name: str, folder: Path, sign: str, convert: Callable[[Path, Path], None]) -> Path:
+    """The folder, filled by `convert(source, target)` unless it has the file `sign`."""
+    if not (folder / sign).exists():
+        packaged = BUILTIN[name]
         source = find_packaged_file(name, packaged)
         check_sha256(source, packaged.sha256)
-        replace_folder(folder, lambda target: convert_gguf(source, target))
+        replace_folder(folder, lambda target: convert(source, target))
     return folder
 
 
@@ -73,18 +90,15 @@ def convert_gguf(source: Path, target: Path) -> None:
     """Unpack a GGUF file into a float32 transformers folder (weights, config, tokenizer, chat template)."""
     import torch
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    for module in ("gguf", "accelerate"):
-        if importlib.util.find_spec(module) is None:
-            raise UserError(f"reading {source.name} needs the package {module}; install it with: pip install {module}")
+    check_installed(source, "gguf", "accelerate")
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns) as progress:
         task = progress.add_task(f"converting {source.name} (once): tokenizer", total=None)
-        where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-        AutoTokenizer.from_pretrained(**where).save_pretrained(target)
+        convert_tokenizer(source, target)
         progress.update(task, description=f"converting {source.name} (once): weights")
-        packed = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        packed = AutoModelForCausalLM.from_pretrained(**gguf_place(source), dtype=torch.float32)
         # the loaded model counts as quantised and refuses to be saved: move its weights into a plain one
         config = packed.config.to_dict()
         for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
@@ -94,3 +108,21 @@ def convert_gguf(source: Path, target: Path) -> None:
         plain.generation_config = packed.generation_config
         plain.save_pretrained(target)
         progress.update(task, description=f"converted {source.name}")
+
+
+def convert_tokenizer(source: Path, target: Path) -> None:
+    """Unpack the tokenizer and chat template of a GGUF file."""
+    from transformers import AutoTokenizer
+
+    check_installed(source, "gguf")
+    AutoTokenizer.from_pretrained(**gguf_place(source)).save_pretrained(target)
+
+
+def gguf_place(source: Path) -> dict[str, str]:
+    return {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+
+
+def check_installed(source: Path, *modules: str) -> None:
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise UserError(f"reading {source.name} needs the package {module}; install it with: pip install {module}")

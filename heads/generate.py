@@ -7,6 +7,8 @@ from torch import Tensor
 
 from .verifier import Features, Verifier
 
+Choose = Callable[[Tensor, list[int]], Tensor]  # logits [B, V] and the prompt's number of each row -> next tokens [B]
+
 
 def generate(
     verifier: Verifier,
@@ -27,9 +29,11 @@ def generate_with_features(
     max_new_tokens: int,
     layers: Sequence[int] | None,
     on_tokens: Callable[[int], None] = lambda count: None,
+    choose: Choose | None = None,
 ) -> tuple[list[list[int]], list[Features]]:
     """Answers, and the states of prompt and answer that decoding computed anyway (none when `layers` is None).
 
+    choose: which token follows; the likeliest when None.
     The features of a row cover every token but the answer's last, which is never fed: last [T, d], layers [T, L * d].
     """
     cache = verifier.new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens)
@@ -42,7 +46,8 @@ def generate_with_features(
     answers: list[list[int]] = [[] for _ in prompts]
     active = list(range(len(prompts)))
     while True:
-        tokens = verifier.logits(hidden).argmax(-1)
+        logits = verifier.logits(hidden)
+        tokens = logits.argmax(-1) if choose is None else choose(logits, active)
         going = []
         for row, token in enumerate(tokens.tolist()):
             answer = answers[active[row]]

@@ -17,7 +17,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ..errors import UserError
-from .builtin import builtin_folder
+from .builtin import builtin_folder, builtin_tokenizer
 
 transformers_logging.disable_progress_bar()
 
@@ -68,6 +68,8 @@ def quantisation(bits: int, dtype: torch.dtype, place: torch.device, spec: str) 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
     """The verifier's tokenizer. Raises UserError when there is none."""
     try:
+        if spec.startswith("builtin:"):
+            return AutoTokenizer.from_pretrained(builtin_tokenizer(spec.removeprefix("builtin:")))
         return AutoTokenizer.from_pretrained(**resolve(spec))
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"verifier {spec}: its tokenizer cannot be loaded: {first_line(error)}") from error

@@ -78,7 +78,9 @@ class Verifier:
         """A hash of every weight, an adapter's too, the configuration and the chat template: what stored answers and states
         depend on."""
         digest = hashlib.blake2b(digest_size=32)
-        digest.update(json.dumps(self.config.to_dict(), sort_keys=True, default=str).encode())
+        elsewhere = ("_name_or_path", "transformers_version")  # say nothing of the model
+        config = {key: value for key, value in self.config.to_dict().items() if key not in elsewhere}
+        digest.update(json.dumps(config, sort_keys=True, default=str).encode())
         digest.update(str(getattr(self.tokenizer, "chat_template", None)).encode())
         if self.adapter is not None:
             digest.update(json.dumps(self.adapter.scaling, sort_keys=True).encode())

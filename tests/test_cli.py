@@ -11,6 +11,7 @@ import pytest
 
 from headstart import __version__
 from headstart.cli import main, run
+from headstart.data.skips import Skips
 from headstart.errors import UserError
 from headstart.training.recipe import load_recipe, recipe_yaml, shipped_recipes
 
@@ -29,6 +30,8 @@ RESULT = {
 def stub(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Replace a function of a module that need not exist; returns the list of the arguments of its calls."""
 
+    stand_ins: dict[str, ModuleType] = {}
+
     def replace(module: str, function: str, result: Any = None) -> list[tuple[Any, ...]]:
         calls: list[tuple[Any, ...]] = []
 
@@ -38,7 +41,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise result
             return result(*arguments) if callable(result) else result
 
-        stand_in = ModuleType(module)
+        stand_in = stand_ins.setdefault(module, ModuleType(module))
         setattr(stand_in, function, answer)
         monkeypatch.setitem(sys.modules, module, stand_in)
         return calls
@@ -261,15 +264,17 @@ def test_quickstart(stub: Any, folder: Path) -> None:
 
 
 class Inspected:
+    skips = Skips()
+
     def to_json(self) -> dict[str, int]:
         return {"rows": 2}
 
-    def __rich__(self) -> str:
-        return "two rows"
-
 
 def test_data_inspect(stub: Any, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    calls = stub("headstart.data.inspection", "inspect_file", Inspected())
+    found = Inspected()
+    calls = stub("headstart.data.inspection", "inspect_file", found)
+    stub("headstart.data.inspection_view", "to_terminal", "two rows")
+    pages = stub("headstart.data.inspection_view", "write_page")
     tokenizers = stub("headstart.heads.loading", "load_tokenizer", lambda spec: f"tokenizer of {spec}")
     assert run(["data", "inspect", "a.jsonl", "b.jsonl"]) == 0
     assert capsys.readouterr().out == "two rows\n"
@@ -277,9 +282,14 @@ def test_data_inspect(stub: Any, capsys: pytest.CaptureFixture[str], folder: Pat
     assert json.loads(capsys.readouterr().out) == {"rows": 2}
     assert tokenizers == [("builtin:smollm2-135m",), ("x/y",)]
     assert calls == [
-        ([Path("a.jsonl"), Path("b.jsonl")], "tokenizer of builtin:smollm2-135m", 2048, 3),
-        ([Path("a.jsonl")], "tokenizer of x/y", 9, 1),
+        ([Path("a.jsonl"), Path("b.jsonl")], "tokenizer of builtin:smollm2-135m", 2048, 3, "error", [], None, 0),
+        ([Path("a.jsonl")], "tokenizer of x/y", 9, 1, "error", [], None, 0),
     ]
+    sizes = ("--draft-vocabulary", "40", "--draft-vocabulary", "80")
+    assert run(["data", "inspect", "a.jsonl", *sizes, "--bad-rows", "skip", "--html", "p.html", "--skipped", "s.jsonl"]) == 0
+    assert calls[-1] == ([Path("a.jsonl")], "tokenizer of builtin:smollm2-135m", 2048, 3, "skip", [40, 80], None, 0)
+    assert pages == [(found, Path("p.html"))]
+    assert Path("s.jsonl").read_text() == ""
 
 
 def test_data_inspect_without_a_tokenizer(stub: Any, capsys: pytest.CaptureFixture[str], folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -296,6 +297,10 @@ def test_the_answers_of_the_file_may_be_kept(write_recipe: Callable[..., Path], 
     assert trained.code == 0, trained.err
     learned = 12 * (len("an answer of the file") + 1)
     assert f"{learned} supervised" in trained.err
+    told = re.search(r"the verifier would choose (\d+)\.\d% of 264 supervised tokens itself", trained.err)
+    assert told
+    assert int(told[1]) < 50  # a random model and English words
+    assert "warning: only " in trained.err
 
 
 def test_another_recipe_in_the_same_folder_is_refused(write_recipe: Callable[..., Path], tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from headstart.data.answers import AnswerStore, digest, regenerate, split_turns
-from headstart.data.chat import prompt_ids
+from headstart.data.answer_store import AnswerStore, digest
+from headstart.data.answers import complete, drawing, regenerate, split_turns
+from headstart.data.chat import prompt_ids, render
 from headstart.data.conversations import Conversation
 from headstart.data.features import OnlineFeatures
+from headstart.errors import UserError
 from headstart.heads.generate import generate
 from headstart.heads.verifier import Verifier
 
@@ -291,3 +293,74 @@ def test_split_turns(roles, groups):
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     messages = [{"role": names[role], "content": str(i)} for i, role in enumerate(roles)]
     assert ["".join(m["role"][0] for m in group) for group in split_turns(messages)] == groups
+
+
+def test_complete_answers_what_has_no_last_answer_and_keeps_the_rest(verifier, tmp_path):
+    rows = [chat("one?", "GIVEN", number=1), chat("two?", "GIVEN", "three?", number=2), chat("four?", number=3)]
+    found = complete(verifier, rows, AnswerStore(tmp_path, "f" * 16, LIMIT), LIMIT, 2, LAYERS)
+    assert [one.sample.id for one in found] == ["c-1", "c-2", "c-3"]
+    whole = render(verifier.tokenizer, rows[0].messages)
+    assert (found[0].sample.ids, found[0].sample.mask) == (whole.ids, whole.mask)
+    for row, one in zip(rows[1:], found[1:], strict=True):
+        prompt = prompt_ids(verifier.tokenizer, row.messages)
+        (answer,) = generate(verifier, [prompt], LIMIT)
+        assert one.sample.ids == prompt + answer
+        assert one.sample.mask[len(prompt) :] == [True] * len(answer)
+    assert learned_text(verifier, found[1].sample).startswith("GIVEN<|im_end|>")
+    assert not any(found[2].sample.mask[: len(prompt)])
+    assert [one.features is None for one in found] == [True, True, False]  # GIVEN need not be the verifier's choice
+
+
+def test_a_conversation_the_template_refuses_is_told_with_its_line(tmp_path):
+    verifier = talking(tmp_path)
+    verifier.tokenizer.chat_template = (
+        "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('Not this one') }}{% endif %}" + CHATML
+    )
+    rows = [chat("bad", number=1), chat("one?", number=2), chat("bad", "GIVEN", number=3)]
+    for write, left in ((regenerate, ["c-2"]), (complete, ["c-2"])):
+        store = AnswerStore(tmp_path / "answers", "f" * 16, LIMIT)
+        with pytest.raises(UserError, match=r"^chat.jsonl:1: no rendering: the chat template of .*: Not this one$"):
+            write(verifier, rows, store, LIMIT, 2)
+        told = []
+        found = write(verifier, rows, store, LIMIT, 2, refuse=lambda bad, source, told=told: told.append((bad.reason, source)))
+        assert [one.sample.id for one in found] == left
+        assert sorted(told) == [("no rendering", "chat.jsonl:1"), ("no rendering", "chat.jsonl:3")]
+
+
+def test_answers_are_drawn_by_dice_of_their_own(verifier, tmp_path):
+    """The same seed gives the same answers, in whatever batch; another seed or temperature has answers of its own."""
+    rows = questions(6)
+
+    def drawn(name, batch, temperature=1.0, seed=0):
+        store = AnswerStore(tmp_path / name, "f" * 16, LIMIT, temperature, seed)
+        found = regenerate(verifier, rows, store, LIMIT, batch, LAYERS)
+        assert all(one.features is None for one in found)  # a drawn token need not be the verifier's first choice
+        return [one.sample.ids for one in found]
+
+    one = drawn("a", 6)
+    assert drawn("b", 1) == one
+    assert drawn("c", 6, seed=1) != one
+    assert drawn("d", 6, temperature=0.01) == [
+        one.sample.ids for one in regenerate(verifier, rows, AnswerStore(tmp_path / "e", "f" * 16, LIMIT), LIMIT, 6)
+    ]
+    assert drawn("a", 6, seed=1) == drawn("c", 6, seed=1)  # the stores do not mix
+    names = {path.name for path in (tmp_path / "a").iterdir()}
+    assert names == {f"{'f' * 16}-{LIMIT}-t1.0-s0.jsonl", f"{'f' * 16}-{LIMIT}-t1.0-s1.jsonl"}
+
+
+def test_draws_follow_the_distribution():
+    """Chi-square of 20,000 draws against softmax(logits / T)."""
+    logits = torch.tensor([1.0, 0.0, -1.0, 2.0, -torch.inf])
+    prompts = [[i] for i in range(20_000)]
+    choose = drawing(prompts, 0.8, 3)
+    found = torch.bincount(choose(logits.expand(len(prompts), 5), list(range(len(prompts)))), minlength=5)
+    expected = torch.softmax(logits[:4].double() / 0.8, -1) * len(prompts)
+    assert found[4] == 0
+    assert ((found[:4] - expected) ** 2 / expected).sum() < 16.27  # 0.1 % of 3 degrees of freedom
+
+
+def test_a_prompt_that_comes_twice_is_asked_once(verifier, forwards, tmp_path):
+    rows = [chat("what?", number=i) for i in range(4)]
+    found = regenerate(verifier, rows, AnswerStore(tmp_path, "f" * 16, LIMIT), LIMIT, 4)
+    assert len({tuple(one.sample.ids) for one in found}) == 1
+    assert max(forwards) == 1

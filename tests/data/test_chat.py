@@ -103,6 +103,48 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(make_tokenizer):
     ]
 
 
+REASONING = (
+    "{%- if tools %}{{ '<|im_start|>system\n' + tools | map('tojson') | join('\n') + '<|im_end|>\n' }}{%- endif %}"
+    "{%- set ns = namespace(last=-1) %}{%- for message in messages if message.role == 'user' %}"
+    "{%- set ns.last = messages.index(message) %}{%- endfor %}{%- for message in messages %}"
+    "{%- if message.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+    "{%- if message.reasoning_content is string and loop.index0 > ns.last %}"
+    "{{ '<think>\n' + message.reasoning_content.strip('\n') + '\n</think>\n\n' }}{%- endif %}{{ message.content }}"
+    "{%- for call in message.tool_calls or [] %}{{ '\n<tool_call>\n' }}{{ call.function | tojson }}{{ '\n</tool_call>' }}"
+    "{%- endfor %}{{ '<|im_end|>\n' }}"
+    "{%- elif message.role == 'tool' %}"
+    "{%- if loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{%- endif %}"
+    "{{ '\n<tool_response>\n' + message.content + '\n</tool_response>' }}"
+    "{%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{%- endif %}"
+    "{%- else %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_reasoning_in_a_field_of_its_own_and_several_tool_results(make_tokenizer, later):
+    """A later question makes the template drop all reasoning before it; results of tools share one turn of the user."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = REASONING
+    chat = [
+        user("ok?"),
+        assistant("", reasoning_content="yes", tool_calls=[CALL, CALL]),
+        tool("12"),
+        tool("13"),
+        assistant("fine", reasoning_content="no"),
+    ]
+    chat += [user("and?"), assistant("you", reasoning_content="say")] if later else []
+    tools = [{"name": "clock"}]
+    sample = render(tokenizer, chat, tools)
+    assert sample.ids == tokenizer.apply_chat_template(chat, tools=tools)["input_ids"]
+    calls = '\n<tool_call>\n{"name": "clock", "arguments": {"zone": "</s><|im_end|>"}}\n</tool_call>' * 2
+    if later:
+        expected = [f"{calls}<|im_end|>", "fine<|im_end|>", "<think>\nsay\n</think>\n\nyou<|im_end|>"]
+    else:
+        expected = [f"<think>\nyes\n</think>\n\n{calls}<|im_end|>", "<think>\nno\n</think>\n\nfine<|im_end|>"]
+    assert supervised(tokenizer, sample) == expected
+
+
 def test_a_tool_call_that_the_template_leaves_out_is_refused(make_tokenizer):
     with pytest.raises(UserError, match="leaves out the tool call of message 2"):
         render(make_tokenizer("chatml"), [user("ok?"), assistant("", tool_calls=[CALL]), tool("12"), assistant("12")])

@@ -65,6 +65,9 @@ Q = QA[:1]
         ({"prompt": "Q"}, Q),
         ({"prompt": "Q", "response": None}, Q),
         ({"prompt": "no", "prompt_id": "7", "messages": CHAT}, QA),
+        ({"messages": [{"role": "developer", "content": "S"}, *CHAT]}, messages(("system", "S")) + QA),
+        ({"messages": [{"role": "user", "content": [{"type": "input_text", "text": "Q"}]},
+                       {"role": "assistant", "content": [{"type": "output_text", "text": "A"}]}]}, QA),
         ({"turns": ["Q"]}, Q),
         ({"turns": CHAT}, QA),
         ("Q", Q),
@@ -107,6 +110,36 @@ def test_tools_and_calls_keep_their_structure(tmp_path):
     )
 
 
+CALL = {"type": "function", "function": {"name": "clock", "arguments": {"zone": "X"}}}
+
+
+@pytest.mark.parametrize(
+    ("turn", "calls"),
+    [
+        ({"role": "assistant", "content": None, "function_call": {"name": "clock", "arguments": '{"zone": "X"}'}}, [CALL]),
+        ({"from": "function_call", "value": '{"name": "clock", "arguments": {"zone": "X"}}'}, [CALL]),
+        ({"from": "function_call", "value": json.dumps([CALL["function"]] * 2)}, [CALL, CALL]),
+    ],
+)
+def test_calls_of_older_styles_become_tool_calls(tmp_path, turn, calls):
+    found = read_row(tmp_path, {"conversations": [CHAT[0], turn, {"from": "observation", "value": "12"}]})
+    assert found.messages == (
+        Q[0],
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "12"},
+    )
+
+
+def test_a_message_whose_content_is_null_is_counted_and_not_an_error(tmp_path):
+    skips = Skips()
+    empty = {"messages": [CHAT[0], {"role": "assistant", "content": None}]}
+    path = write(tmp_path, "chat.jsonl", f"{json.dumps(empty)}\n{ROW}")
+    assert [one.messages for one in read(path, skips)] == [QA]
+    assert skips.rows == [
+        {"source": f"{path}:1", "reason": "a message whose content is null", "detail": "message 2"},
+    ]
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -134,6 +167,9 @@ def test_what_is_left_out_of_a_row_is_noted(tmp_path, row, reason):
         ('{"messages": ', ":1: broken JSON: Expecting value at column 14"),
         ("[" * 100_000, ":1: broken JSON: nested too deeply"),
         ("7", ":1: no conversation: a JSON object is expected, not 7"),
+        ('{"from": 1' + "0" * 5000 + "}", ":1: broken JSON: a number of more digits than can be read"),
+        ('{"messages": [{"from": "function_call", "value": "12"}]}',
+         ":1: tool calls that are no list of objects: message 1"),
         ('{"text": "Q"}', ":1: unknown keys: text; one of conversations, messages, "),
         ("{}", ":1: unknown keys: none; one of "),
         ('{"messages": "Q"}', ':1: messages that are no list: "Q"'),
@@ -185,6 +221,12 @@ def test_a_csv_file_has_a_header_and_cells_of_any_length(tmp_path):
         ("chat-4", "math", Q),
         ("chat-6", None, messages(("user", "Q"), ("assistant", long))),
     ]
+
+
+@pytest.mark.parametrize(("name", "mark"), [("chat.csv", ";"), ("chat.csv", "\t"), ("chat.tsv", "\t")])
+def test_a_table_of_other_separators(tmp_path, name, mark):
+    path = write(tmp_path, name, f'\ufeffprompt{mark}response\r\n"Q, {mark}"{mark}A, B\r\n')
+    assert [one.messages for one in read(path)] == [messages(("user", f"Q, {mark}"), ("assistant", "A, B"))]
 
 
 @pytest.mark.parametrize(
@@ -246,6 +288,7 @@ def test_parquet_files_invent_no_keys(tmp_path):
         {"messages": [{"role": "assistant", "tool_calls": [{"name": "clock", "arguments": {"x": 1}}]}]},
         {"messages": [{"role": "assistant", "tool_calls": [{"name": "clock", "arguments": {"y": 2}}]}]},
         {"messages": None},
+        {"messages": [{"role": "assistant", "content": None}]},
     ]
     path = tmp_path / "chat.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
@@ -255,7 +298,7 @@ def test_parquet_files_invent_no_keys(tmp_path):
     assert found[0].messages == QA
     assert found[1].messages[0]["tool_calls"] == [{"name": "clock", "arguments": {"x": 1}}]
     assert found[2].messages[0]["tool_calls"] == [{"name": "clock", "arguments": {"y": 2}}]
-    assert skips.counts == {"no messages": 1}
+    assert skips.counts == {"no messages": 1, "a message whose content is null": 1}
     with pytest.raises(UserError, match=r"x.parquet: not a readable Parquet file"):
         read(write(tmp_path, "x.parquet", "no"))
 
@@ -285,7 +328,7 @@ def test_several_files_are_one_stream_and_each_must_give_something(tmp_path):
     empty = write(tmp_path, "c.jsonl", '{"messages": []}\n')
     stream = read_conversations([one, empty], Skips())
     assert next(stream).id == "a-1"
-    with pytest.raises(UserError, match=r"c.jsonl: 0 conversations in 1 rows, none of them usable$"):
+    with pytest.raises(UserError, match=r"c.jsonl: 0 conversations in 1 rows; 1 have no messages$"):
         next(stream)
 
 

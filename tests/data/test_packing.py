@@ -44,6 +44,17 @@ def test_like_lengths_go_together():
     assert padded < 1.1 * sum(lengths)
 
 
+def test_lengths_need_not_be_grouped():
+    """Every sample once, in an order that knows nothing of lengths; a plan takes it on."""
+    lengths = some_lengths(400, longest=100)
+    batches = batch_order(lengths, 400, 1, 0, grouped=False)
+    assert sorted(i for batch in batches for i in batch) == list(range(400))
+    padding = [sum(max(lengths[i] for i in b) * len(b) for b in part) for part in (batches, batch_order(lengths, 400, 1, 0))]
+    assert padding[0] > 1.2 * padding[1]
+    assert batch_order([50] * 400, 400, 1, 0, grouped=False) == batch_order([7] * 400, 56, 1, 0, grouped=False)
+    assert batch_plan(lengths, 400, 1, len(batches) + 1, None, grouped=False)[: len(batches)] == batches
+
+
 def test_order_depends_on_seed_and_epoch_alone():
     lengths = some_lengths(120)
     assert batch_order(lengths, 200, 7, 2) == batch_order(lengths, 200, 7, 2)

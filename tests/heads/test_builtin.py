@@ -9,7 +9,7 @@ import pytest
 
 from headstart.errors import UserError
 from headstart.heads import builtin
-from headstart.heads.builtin import BUILTIN, Packaged, builtin_folder, cache_folder
+from headstart.heads.builtin import BUILTIN, Packaged, builtin_folder, builtin_tokenizer, cache_folder
 
 CONTENT = b"GGUF and some weights"
 
@@ -67,6 +67,23 @@ def test_it_is_converted_once_into_the_cache(tmp_path: Path, conversions: list[P
     assert builtin_folder("some") == folder
     assert len(conversions) == 1
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+@pytest.mark.usefixtures("package")
+def test_the_tokenizer_alone_does_not_convert_the_model(conversions: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(source: Path, target: Path) -> None:
+        (target / "tokenizer_config.json").write_text("{}")
+
+    monkeypatch.setattr(builtin, "convert_tokenizer", convert)
+    alone = builtin_tokenizer("some")
+    assert [path.name for path in alone.iterdir()] == ["tokenizer_config.json"]
+    monkeypatch.setattr(builtin, "convert_tokenizer", None)  # it is there now
+    assert builtin_tokenizer("some") == alone
+    assert not conversions
+    whole = builtin_folder("some")
+    assert (len(conversions), builtin_tokenizer("some")) == (1, whole)
+    with pytest.raises(UserError, match=r"^builtin:none: unknown builtin verifier; there is: "):
+        builtin_tokenizer("none")
 
 
 @pytest.mark.usefixtures("package", "conversions")

@@ -55,6 +55,7 @@ def test_defaults(write: Any) -> None:
             "holdout": 0.05,
             "rows": None,
             "max_length": 2048,
+            "bad_rows": "error",
             "answers": "keep",
             "answer_tokens": 256,
             "answer_batch": 64,
@@ -83,6 +84,7 @@ def test_defaults(write: Any) -> None:
             "gradient_checkpointing": False,
             "compile": False,
             "accumulation": 1,
+            "group_lengths": True,
             "optimizer": "adamw",
             "learning_rate": 0.001,
             "schedule": "cosine",
@@ -119,6 +121,38 @@ def test_defaults(write: Any) -> None:
 def test_eagle3_defaults(write: Any) -> None:
     recipe = load_recipe(write(GOOD), ["head={kind: eagle3}"])
     assert recipe.head == Eagle3Section(layers=None, draft_vocabulary=None, depth=7, decay=0.8)
+
+
+def test_the_schema_knows_the_short_forms() -> None:
+    data = schema_json()["$defs"]["DataSection"]["properties"]
+    assert {"type": "string"} in data["train"]["items"]["anyOf"]
+    assert {"$ref": "#/$defs/SourceSection"} in data["train"]["items"]["anyOf"]
+    assert {"enum": ["keep", "regenerate", "complete"], "type": "string"} in data["answers"]["anyOf"]
+
+
+MIXTURE = """\
+- chats.jsonl
+- {file: more.csv, weight: 0.5, columns: {prompt: q, response: a}}
+- {dataset: openai/gsm8k, subset: main, split: test, revision: abc, streaming: true, weight: 2.0}
+"""
+
+
+def test_a_mixture_and_answers_read_back_equal(write: Any, tmp_path: Path) -> None:
+    sources = MIXTURE.replace("- chats.jsonl", "- {file: chats.jsonl, weight: 1.0}")
+    answers = "{mode: complete, temperature: 0.7, seed: 3, server: 'http://localhost:8000/v1', concurrency: 4}"
+    recipe = load_recipe(write(GOOD), [f"data.train={yaml.safe_load(sources)}", f"data.answers={answers}", "data.rows=100"])
+    assert [(s.file or s.dataset, s.weight) for s in recipe.data.train] == [
+        ("chats.jsonl", 1.0),
+        ("more.csv", 0.5),
+        ("openai/gsm8k", 2.0),
+    ]
+    assert (recipe.data.answers.mode, recipe.data.answers.seed, recipe.data.answers.retries) == ("complete", 3, 6)
+    (tmp_path / "again.yaml").write_text(recipe_yaml(recipe))
+    assert load_recipe(tmp_path / "again.yaml") == recipe
+    short = load_recipe("my.yaml", ["data.answers=regenerate"])
+    assert short == load_recipe("my.yaml", ["data.answers={mode: regenerate}"])
+    assert short.model_dump()["data"]["answers"] == "regenerate"
+    assert hash(recipe) == hash(load_recipe(tmp_path / "again.yaml"))
 
 
 def test_recipe_is_frozen_all_the_way_down(write: Any) -> None:
@@ -191,7 +225,41 @@ def test_one_fault(write: Any, line: str, message: str) -> None:
         ("verifier: {model: a/b, device: gpu}", "verifier.device: must be auto, cpu, mps, cuda or cuda:N, got 'gpu'"),
         ("data: {train: chats.jsonl}", "data.train: must be a list, got 'chats.jsonl'"),
         ("data: {train: []}", "data.train: must have at least 1 item, got []"),
-        ("data: {train: [builtin:promts]}", "data.train: there is no builtin:promts; did you mean 'builtin:prompts'?"),
+        ("data: {train: [builtin:promts]}", "data.train.0: there is no builtin:promts; did you mean 'builtin:prompts'?"),
+        ("data: {train: [7]}", "data.train.0: must be a chat file or a section with a file or a dataset, got 7"),
+        ("data: {train: [{weight: 2}]}", "data.train.0: must have either a file or a dataset"),
+        ("data: {train: [{file: a.jsonl, subset: main}]}", "data.train.0: subset belongs to a dataset, this is a file"),
+        ("data: {train: [{file: a.jsonl, wieght: 2}]}", "data.train.0.wieght: unknown key; did you mean 'weight'?"),
+        ("data: {train: [{dataset: a/b, weight: 0}]}", "data.train.0.weight: must be more than 0.0, got 0"),
+        (
+            "data: {train: [{dataset: a/b, columns: {input: q}}]}",
+            "data.train.0.columns: must name the column of messages, prompt or instruction",
+        ),
+        (
+            "data: {train: [{dataset: a/b, columns: {promt: q}}]}",
+            "data.train.0.columns.promt: unknown key; did you mean 'prompt'?",
+        ),
+        ("data: {train: [{dataset: a/b, streaming: true}]}", "data: a streaming dataset needs data.rows: how many rows to use"),
+        (
+            "data: {train: [{dataset: a/b, weight: 2}, c.jsonl]}",
+            "data: train.1 needs a weight: a mixture weighs all of its sources or none",
+        ),
+        (
+            "data: {train: [a.jsonl], answers: kept}",
+            "data.answers.mode: must be one of keep, regenerate, complete, got 'kept'; did you mean 'keep'?",
+        ),
+        (
+            "data: {train: [a.jsonl], answers: {mode: keep, seed: 1}}",
+            "data.answers: seed is of no use where the files' answers are kept",
+        ),
+        (
+            "data: {train: [a.jsonl], answers: {concurrency: 4}}",
+            "data.answers: concurrency belongs to a server, and none is named",
+        ),
+        (
+            "data: {train: [a.jsonl], answers: {server: 'host:80'}}",
+            "data.answers.server: must be the http address of an OpenAI-compatible server, got 'host:80'",
+        ),
         ("data: {train: [a.jsonl], holdout: 1}", "data.holdout: must be a share between 0 and 1, or split, got 1"),
         (
             "data: {train: [a.jsonl], holdout: spilt}",
@@ -310,7 +378,7 @@ def test_overrides(write: Any) -> None:
     )
     assert (recipe.training.steps, recipe.training.epochs, recipe.training.learning_rate) == (None, 2.0, 0.0005)
     assert recipe.training.betas == (0.8, 0.9)
-    assert recipe.data.train == ("other=1.jsonl",)
+    assert [source.file for source in recipe.data.train] == ["other=1.jsonl"]
     assert recipe.head == MedusaSection(heads=3)
     assert recipe.evaluation.prompts == 8
     assert recipe.evaluation.trees == (ChainSection(depth=3), DynamicSection(depth=3, top_k=8, nodes=32))

@@ -1,12 +1,14 @@
 """The data section."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, WrapValidator, field_validator
+from pydantic import Field, ValidationError, WrapValidator, model_validator
 from pydantic import ValidatorFunctionWrapHandler as Handler
 
+from .answers import Answers, AnswersSection
 from .base import Section
-from .builtin import BUILTIN_PROMPTS, known_builtin
+from .features import FeaturesSection
+from .sources import SourceEntry
 
 
 def share_or_split(value: Any, handler: Handler) -> float | Literal["split"]:
@@ -19,7 +21,11 @@ def share_or_split(value: Any, handler: Handler) -> float | Literal["split"]:
 class DataSection(Section):
     """What the head learns from, and what is held out for evaluation."""
 
-    train: tuple[str, ...] = Field(strict=False, min_length=1, description="a list of chat files, or builtin:prompts")
+    train: tuple[SourceEntry, ...] = Field(
+        strict=False,
+        min_length=1,
+        description="a list of chat files, builtin:prompts, or sections that name a file or a dataset",
+    )
     holdout: Annotated[Annotated[float, Field(gt=0, lt=1)] | Literal["split"], WrapValidator(share_or_split)] = Field(
         default=0.05, description="share of the conversations held out; split obeys each row's own `split` field"
     )
@@ -27,19 +33,29 @@ class DataSection(Section):
         default=None, ge=2, description="most conversations to use, spread evenly over the files; null is all"
     )
     max_length: int = Field(default=2048, ge=2, description="tokens a sample; longer ones are cut")
-    answers: Literal["keep", "regenerate"] = Field(
-        default="keep", description="keep the files' answers, or let the verifier answer the prompts itself"
+    bad_rows: Literal["error", "skip"] = Field(
+        default="error", description="stop at a row that cannot be read or rendered, or count it and go on"
     )
-    answer_tokens: int = Field(default=256, ge=1, description="most new tokens of a regenerated answer")
+    answers: Answers = Field(
+        default=AnswersSection(mode="keep"),
+        description="keep the files' answers, regenerate or complete them: a word or a section",
+    )
+    answer_tokens: int = Field(default=256, ge=1, description="most new tokens of an answer")
     answer_batch: int = Field(default=64, ge=1, description="prompts answered at a time")
     packing: bool = Field(
         default=False, description="put several samples into one row, as long as the longest sample; none sees another"
     )
-    features: Literal["online", "memory"] = Field(
-        default="online", description="run the verifier every step, or once and keep its states in memory"
+    features: FeaturesSection = Field(
+        default="online",
+        description="online runs the verifier every step, memory once; {stored: FOLDER} keeps its states on disk",
     )
 
-    @field_validator("train")
-    @classmethod
-    def _known(cls, train: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(known_builtin(name, BUILTIN_PROMPTS) for name in train)
+    @model_validator(mode="after")
+    def _mixture(self) -> Self:
+        weighted = [source.weight is not None for source in self.train]
+        streaming = any(source.streaming for source in self.train)
+        if streaming and self.rows is None:
+            raise ValueError("a streaming dataset needs data.rows: how many rows to use")
+        if (any(weighted) or (streaming and len(self.train) > 1)) and not all(weighted):
+            raise ValueError(f"train.{weighted.index(False)} needs a weight: a mixture weighs all of its sources or none")
+        return self

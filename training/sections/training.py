@@ -29,6 +29,9 @@ class TrainingSection(Section):
     steps: int | None = Field(default=None, ge=1, description="optimizer steps (this or epochs)")
     epochs: float | None = Field(default=None, gt=0, validate_default=True, description="passes over the data (this or steps)")
     batch_tokens: int = Field(default=8192, ge=1, description="tokens an optimizer step, over all processes")
+    group_lengths: bool = Field(
+        default=True, description="samples of like length in a batch, for less padding; false draws them at random"
+    )
     strategy: STRATEGIES = Field(
         default="single",
         description="one process, or how those that torchrun starts share the work; fsdp and ZeRO-3 shard the verifier too",

@@ -8,7 +8,7 @@ from .chat import Sample
 from .features import FeatureSource, OnlineFeatures
 from .packing import split_by_tokens
 
-LOW = 0.75  # greedy answers of the verifier's own give 1, drawn ones at temperature 1 about 0.8, other authors' 0.4 to 0.7
+LOW = 0.75  # the verifier's own greedy answers give 1; SmolLM2-135M agrees with two thirds of GSM8K's own answers
 BATCH_TOKENS = 2048
 
 

@@ -22,6 +22,7 @@ def build_verifier(recipe: Recipe) -> Verifier:
     return Verifier.load(recipe.verifier.model, recipe.verifier.dtype, recipe.verifier.device)
 
 
+CHAT_FILES = (".jsonl", ".json", ".parquet", ".csv")
 PROMPTS = Path(__file__).parent / "data" / "prompts"
 
 
@@ -53,6 +54,24 @@ def build_conversations(recipe: Recipe) -> Conversations:
         raise UserError(f"data.holdout: {recipe.data.holdout} leaves {len(parted.train)} conversations to train on and "
                         f"{len(parted.holdout)} held out; both need at least one")  # fmt: skip
     return parted
+
+
+def held_out(recipe: Recipe) -> list[Conversation]:
+    """What the recipe is judged on: the files it names for that, else what it holds out of its training files."""
+    if not recipe.evaluation.prompt_files:
+        return build_conversations(recipe).holdout
+    paths = [path for name in recipe.evaluation.prompt_files for path in prompt_paths(Path(name).expanduser())]
+    return list(read_conversations(paths, Skips()))
+
+
+def prompt_paths(path: Path) -> list[Path]:
+    """The file, or the chat files in a folder (no text files: those beside a benchmark are its licence)."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for file in path.iterdir() if file.suffix.lower() in CHAT_FILES)
+    if not found:
+        raise UserError(f"{path}: no chat files in this folder; in a folder {', '.join(CHAT_FILES)} are read")
+    return found
 
 
 def data_paths(name: str) -> list[Path]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from .build import build_evaluator, build_judge, build_samplings, build_settings, build_tree, build_verifier
-from .build_data import Conversations, build_conversations, build_samples
+from .build_data import Conversations, build_conversations, build_samples, held_out
+from .build_drafters import build_drafters
 from .build_heads import build_head, needed_layers
 from .data.chat import Sample
 from .data.features import FeatureSource
@@ -60,13 +61,16 @@ def open_workshop(recipe: Recipe) -> Workshop:
         say(f"left out: {line}")
     tokens, learned = sum(len(s.ids) for s in samples), sum(sum(s.mask) for s in samples)
     say(f"training on {len(samples)} samples: {tokens} tokens, {learned} supervised")
-    evaluator = build_evaluator(recipe, build_judge(recipe, verifier), conversations.holdout)
+    holdout = held_out(recipe) if recipe.evaluation.prompt_files else conversations.holdout
+    evaluator = build_evaluator(recipe, build_judge(recipe, verifier), holdout)
     return Workshop(verifier, evaluator, conversations, samples, features, needed_layers(recipe, verifier))
 
 
 def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) -> None:
     """Train the recipe's head into the run folder, or go on with what is there. Refuses a folder of another recipe."""
     check_claim(run_folder, recipe)
+    if not any(drafter.kind == "head" for drafter in recipe.evaluation.drafters):
+        raise UserError("evaluation.drafters: training looks at what the head itself drafts; add head to the list")
     workshop = workshop or open_workshop(recipe)
     verifier, training = workshop.verifier, workshop.samples
     if (run_folder / START).is_dir():
@@ -116,15 +120,20 @@ def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop
     recipe = load_recipe(run_folder / "recipe.yaml", overrides)
     head = load_head(run_folder / "head")
     if workshop is None:
-        holdout = build_conversations(recipe).holdout
-        evaluator = build_evaluator(recipe, build_judge(recipe), holdout)
+        prompts = held_out(recipe)
+        evaluator = build_evaluator(recipe, build_judge(recipe), prompts)
     else:
         evaluator = workshop.evaluator
     verifier = evaluator.verifier
     check_fits(head.config, verifier.facts, verifier.name)
     start = time.perf_counter()
     trees = [build_tree(tree) for tree in recipe.evaluation.trees]
-    results = evaluator.evaluate(head.to(verifier.device), trees, build_samplings(recipe))
+    drafters = build_drafters(recipe, head.to(verifier.device), verifier)
+    results = [
+        {"drafter": name} | result
+        for name, drafter in drafters.items()
+        for result in evaluator.evaluate(drafter, trees, build_samplings(recipe))
+    ]
     evaluation = {
         "verifier": verifier.name,
         "head": describe(head),
@@ -145,7 +154,7 @@ def lossless(run_folder: Path | None, tokens: int, seed: int = 0) -> Iterator[Ga
     if run_folder is not None:  # bad input shows before the sums are done
         recipe = load_recipe(run_folder / "recipe.yaml")
         head = load_head(run_folder / "head")
-        holdout = build_conversations(recipe).holdout
+        holdout = held_out(recipe)
         verifier = build_verifier(recipe)
         check_fits(head.config, verifier.facts, verifier.name)
         trees = [build_tree(tree) for tree in recipe.evaluation.trees]

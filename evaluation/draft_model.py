@@ -51,18 +51,18 @@ def check_vocabulary(model: Verifier, verifier: Verifier) -> None:
     theirs, ours = model.facts.vocab_size, verifier.facts.vocab_size
     if model.tokenizer is None or verifier.tokenizer is None:
         if theirs != ours:
-            raise UserError(f"draft model {model.name}: its vocabulary has {theirs} tokens, the verifier's {ours}; they must be "
+            raise UserError(f"draft model {model.name}: its vocabulary has {theirs} tokens, the verifier's {ours}; it must be "
                             "the same")  # fmt: skip
         return
     its, own = model.tokenizer.get_vocab(), verifier.tokenizer.get_vocab()
     if its != own:
         token = min(t for t in {*its, *own} if its.get(t) != own.get(t))
-        raise UserError(f"draft model {model.name}: its tokenizer differs from the verifier's: {token!r} is {its.get(token)} there "
-                        f"and {own.get(token)} here; they must be the same")  # fmt: skip
+        raise UserError(f"draft model {model.name}: its tokenizer is not the verifier's: {token!r} is {its.get(token)} there "
+                        f"and {own.get(token)} here; it must be the same")  # fmt: skip
 
 
 class ModelSession(DraftSession):
-    """The model's own cache holds all committed tokens, the root too; a round's nodes are written behind them level by level."""
+    """The model's own cache holds all committed tokens, the root too; a round's nodes are written behind them by level."""
 
     def __init__(self, drafter: ModelDrafter, batch: int, capacity: int) -> None:
         self.drafter, self.model = drafter, drafter.model

@@ -1,4 +1,4 @@
-"""Two drafters, one behind the other: prompt lookup where the text repeats itself, the head everywhere else, a row and round."""
+"""Two drafters, one behind the other: prompt lookup where the text repeats itself, the head elsewhere, by row and round."""
 
 from collections.abc import Sequence
 

@@ -60,13 +60,14 @@ class Level:
 
 @dataclass(frozen=True)
 class Placed:
-    """A static tree's numbers on the device that drafts. levels: width, slots, ranks, turns, expand and parents of each."""
+    """A static tree's numbers on the device that drafts. levels: of each its width, and
+    slots, ranks, turns, expand and parents."""
 
     parents: Tensor
     depths: Tensor
     seen: Tensor
     slots: Tensor
-    levels: list[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]]
+    levels: list[tuple[int, list[Tensor]]]
 
 
 class StaticTree:
@@ -103,13 +104,12 @@ class StaticTree:
     def on(self, device: torch.device) -> Placed:
         """The shape as tensors, copied to a device once."""
         if device not in self._placed:
-            levels = [
-                (max(level.ranks) + 1, *(torch.tensor(part, dtype=torch.long, device=device) for part in
-                 (level.slots, level.ranks, level.turns, level.expand, level.parents)))
-                for level in self.levels
-            ]  # fmt: skip
-            whole = (part.to(device) for part in (self.parents, self.depths, self.seen, self.slots))
-            self._placed[device] = Placed(*whole, levels)
+            levels = []
+            for level in self.levels:
+                parts = level.slots, level.ranks, level.turns, level.expand, level.parents
+                levels.append((max(level.ranks) + 1, [torch.tensor(part, dtype=torch.long, device=device) for part in parts]))
+            parents, depths, seen, slots = (part.to(device) for part in (self.parents, self.depths, self.seen, self.slots))
+            self._placed[device] = Placed(parents, depths, seen, slots, levels)
         return self._placed[device]
 
     def _levels(self) -> list[Level]:
@@ -136,7 +136,7 @@ class StaticTree:
         ids, there = [root[:, None]], [torch.zeros_like(root[:, None], dtype=torch.bool)]
         choices = log_q[:, None]
         asked, columns = [], [torch.zeros_like(ids[0])]
-        for level, (width, slots, ranks, turns, expand, parents) in zip(self.levels, shape.levels, strict=True):
+        for level, (width, (slots, ranks, turns, expand, parents)) in zip(self.levels, shape.levels, strict=True):
             if draw is None:
                 ranked = choices.topk(width)  # [B, M, k]
                 picked = ranked.indices[:, slots, ranks]

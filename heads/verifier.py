@@ -128,8 +128,8 @@ class Verifier:
     def decode(self, ids: Tensor, tree: Tensor, depth: Tensor, cache: RaggedCache, layers: Sequence[int] = ()) -> Features:
         """Run new tokens ids [B, T] after what the cache holds; nothing is committed.
 
-        tree: bool [B or 1, T, N], who sees whom among the N uncommitted tokens, the last T of which are new; depth: [B or 1, N],
-        position after the row's length.
+        tree: bool [B or 1, T, N], whom the new tokens see among the N uncommitted ones, of which they are the last; depth:
+        [B or 1, N], position after the row's length.
         """
         starts = torch.tensor(cache.lengths, device=ids.device)[:, None]
         positions = (starts + depth[:, -ids.shape[1] :]).clamp(max=self.facts.max_position_embeddings - 1)

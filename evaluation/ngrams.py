@@ -4,6 +4,7 @@ and prompt lookup, which follows the last few tokens to where they stood before.
 Shapes: B rows, E nodes of a trie (the root included), M nodes of one tree level, V verifier ids.
 """
 
+import math
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
@@ -62,12 +63,11 @@ def branches(continuations: Sequence[Sequence[int]]) -> list[tuple[int, int, flo
                 place[path] = len(nodes)
                 children[above].append(len(nodes))
                 nodes.append((path[-1], above))
-    weights = [0.0] * len(nodes)
+    scores = [0.0] * len(nodes)
     for its in children.values():
         total = 2 - 0.5 ** (len(its) - 1)
         for rank, node in enumerate(its):
-            weights[node] = 0.5**rank / total
-    scores = torch.tensor(weights).log().tolist()
+            scores[node] = math.log(0.5**rank / total)
     return [(token, above, score) for (token, above), score in zip(nodes, scores, strict=True)]
 
 

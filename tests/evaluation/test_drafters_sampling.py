@@ -25,7 +25,7 @@ from headstart.heads.verifier import Verifier
 
 CPU = torch.device("cpu")
 PROMPTS = [[3, 4], [5, 6, 7, 8, 9], [10, 11, 12]]
-TREES: dict[str, AnyTree] = {"chain": chain(2), "static": StaticTree([[0], [1], [0, 0]]), "dynamic": DynamicTree(2, 2, 4)}
+TREES: dict[str, AnyTree] = {"chain": chain(2), "static": StaticTree([[0], [1], [0, 0]]), "dynamic": DynamicTree(2, 2, 7)}
 
 
 def of_tiny(kind: str, verifier: Verifier) -> Drafter:
@@ -47,9 +47,10 @@ def test_the_joint_law_of_the_first_tokens_is_plain_samplings(kind: str, tree: A
     drafter, sampling = of_tiny(kind, verifier), Sampling(0.8, rule, repetition_penalty=1.2)
     if rule == "without_replacement" and isinstance(tree, DynamicTree) and not drafter.certain:
         pytest.skip("refused: its shape depends on what is drawn")
-    found, outcomes = speculative_joint(verifier, drafter, tree, 3, sampling)
-    assert outcomes >= VOCAB**3
-    assert total_variation(found, plain_joint(verifier, 3, sampling)) < 1e-12
+    length = 2 if kind == "model" else 3  # drawn from a model, there are thousands of outcomes
+    found, outcomes = speculative_joint(verifier, drafter, tree, length, sampling)
+    assert outcomes >= VOCAB**length
+    assert total_variation(found, plain_joint(verifier, length, sampling)) < 1e-12
 
 
 def test_the_first_round_does_draft_by_lookup() -> None:

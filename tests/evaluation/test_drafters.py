@@ -260,12 +260,16 @@ def test_the_first_layers_are_the_verifiers_and_share_its_weights(tiny: Callable
         assert {p.data_ptr() for p in short.model.parameters()} <= {p.data_ptr() for p in verifier.model.parameters()}
         assert verifier.config.num_hidden_layers == len(verifier.layers) == 4
         for layers in (0, 4):
-            with pytest.raises(UserError, match=rf"^truncated: {layers} layers; verifier {family} has 4, so from 1 to 3 can draft$"):
+            with pytest.raises(
+                UserError, match=rf"^truncated: {layers} layers; verifier {family} has 4, so from 1 to 3 can draft$"
+            ):
                 first_layers(verifier, layers)
 
 
 def test_a_model_of_another_vocabulary_is_refused(tiny: Callable[..., Verifier], llama: Verifier) -> None:
-    with pytest.raises(UserError, match=r"^draft model qwen2: its vocabulary has 80 tokens, the verifier's 96; it must be the same$"):
+    with pytest.raises(
+        UserError, match=r"^draft model qwen2: its vocabulary has 80 tokens, the verifier's 96; it must be the same$"
+    ):
         ModelDrafter(tiny("qwen2", vocab_size=80, eos_token_id=79), llama)
 
     class Words:
@@ -281,7 +285,9 @@ def test_a_model_of_another_vocabulary_is_refused(tiny: Callable[..., Verifier],
     assert drafter.target_ids.tolist() == list(range(80))
     assert tokens_of(speculate(llama, drafter, chain(3), PROMPTS, 20)[0]) == generate(llama, PROMPTS, 20)
     other.tokenizer = Words("a", "c", "b")
-    with pytest.raises(UserError, match=r"its tokenizer is not the verifier's: 'b' is 2 there and 1 here; it must be the same$"):
+    with pytest.raises(
+        UserError, match=r"its tokenizer is not the verifier's: 'b' is 2 there and 1 here; it must be the same$"
+    ):
         ModelDrafter(other, llama)
 
 

@@ -60,7 +60,12 @@ def test_the_first_round_does_draft_by_lookup() -> None:
     drafted, accepted = set(), set()
     for seed in range(12):
         (answer,), _ = speculate(
-            verifier, of_tiny("prompt_lookup", verifier), chain(2), [PROMPT], 8, sampling=dataclasses.replace(sampling, seed=seed)
+            verifier,
+            of_tiny("prompt_lookup", verifier),
+            chain(2),
+            [PROMPT],
+            8,
+            sampling=dataclasses.replace(sampling, seed=seed),
         )
         drafted |= {r.drafted for r in answer.rounds}
         accepted |= {r.emitted - 1 for r in answer.rounds}
@@ -154,9 +159,15 @@ def test_n_grams_that_are_always_right_or_always_wrong(depth: int, llama: Verifi
         (whole,) = (whole for whole in texts if whole[: len(text)] == text)
         return whole[len(text) : len(text) + depth]
 
-    for tree in (chain(depth), StaticTree([[0] * n for n in range(1, depth + 1)] + [[1], [2]]), DynamicTree(depth, 2, depth + 3)):
+    for tree in (
+        chain(depth),
+        StaticTree([[0] * n for n in range(1, depth + 1)] + [[1], [2]]),
+        DynamicTree(depth, 2, depth + 3),
+    ):
         for make, tau in ((right, depth + 1), (lambda text: [(token + 1) % 96 for token in right(text)], 1)):
             decoded, _ = speculate(llama, Told(make), tree, PROMPTS, budget)
-            assert [prompt + a.tokens for prompt, a in zip(PROMPTS, decoded, strict=True)] == [t[: len(t) - depth] for t in texts]
+            assert [prompt + a.tokens for prompt, a in zip(PROMPTS, decoded, strict=True)] == [
+                t[: len(t) - depth] for t in texts
+            ]
             assert {r.emitted for answer in decoded for r in answer.rounds[:3]} == {tau}
             assert {r.drafted for answer in decoded for r in answer.rounds[:3]} == {depth}

@@ -14,12 +14,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from headstart.build import build_evaluator, build_tree
+from headstart.build import build_evaluator, build_samplings, build_tree
 from headstart.build_data import held_out
 from headstart.build_drafters import build_drafters
 from headstart.cli_trees import overrides
 from headstart.evaluation.advise import seconds, verifier_pass
 from headstart.evaluation.evaluate import Evaluator
+from headstart.evaluation.sampling import Sampling
 from headstart.evaluation.tree import AnyTree
 from headstart.heads.base import Drafter
 from headstart.runs import open_run
@@ -45,13 +46,13 @@ class Cost:
         return self.other / (self.draft + self.verify + self.other)
 
 
-def cost(evaluator: Evaluator, drafter: Drafter, tree: AnyTree, repeats: int) -> Cost:
+def cost(evaluator: Evaluator, drafter: Drafter, tree: AnyTree, sampling: Sampling, repeats: int) -> Cost:
     """Medians over repeats of decoding all prompts; the bare pass is measured before each."""
-    evaluator.decode(drafter, tree, evaluator.prompts[:1], 1)  # warm
+    evaluator.decode(drafter, tree, evaluator.prompts[:1], 1, sampling)  # warm
     rounds: list[int] = []
     runs, bare = [], []
     for _ in range(repeats):
-        decoded, spent = evaluator.decode(drafter, tree, evaluator.prompts, 1)
+        decoded, spent = evaluator.decode(drafter, tree, evaluator.prompts, 1, sampling)
         contexts = [r.context for answer in decoded for r in answer.rounds]
         rounds = [len(answer.rounds) for answer in decoded]
         runs.append({part: 1000 * value / sum(rounds) for part, value in spent.items()})
@@ -62,9 +63,8 @@ def cost(evaluator: Evaluator, drafter: Drafter, tree: AnyTree, repeats: int) ->
 
 
 def table(costs: list[tuple[str, Cost]]) -> Table:
-    found = Table(
-        "tree", "nodes", "rounds", "draft ms", "verify ms", "other ms", "other share", "bare pass ms", "verify / bare"
-    )
+    columns = ("tree", "nodes", "rounds", "draft", "verify", "other", "share", "bare", "verify / bare")
+    found = Table(*columns, title="milliseconds a round")
     for name, one in costs:
         share = f"{one.share:.1%}" + ("" if one.share < GOAL else " !")
         times = [f"{value:.2f}" for value in (one.draft, one.verify, one.other)]
@@ -77,19 +77,22 @@ def main(arguments: list[str] | None = None) -> list[tuple[str, Cost]]:
     parser.add_argument("run", type=Path, help="a run folder")
     parser.add_argument("--tree", action="append", help="as `headstart eval` takes it; may be repeated")
     parser.add_argument("--drafter", default="head", help="as `headstart eval` takes it")
+    parser.add_argument("--temperature", default="0", help="0 is greedy")
+    parser.add_argument("--rule", default="candidates", help="at temperatures above 0")
     parser.add_argument("--prompts", type=int, default=2, help="held-out prompts")
     parser.add_argument("--tokens", type=int, default=48, help="new tokens a prompt")
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args(arguments)
     asked = [*overrides([given.drafter], given.tree or TREES, []), f"evaluation.prompts={given.prompts}"]
+    asked += [f"evaluation.temperatures=[{given.temperature}]", f"evaluation.rule={given.rule}"]
     recipe = load_recipe(given.run / "recipe.yaml", [*asked, f"evaluation.max_new_tokens={given.tokens}"])
+    (sampling,) = build_samplings(recipe)
     _, head, verifier = open_run(given.run)
     evaluator = build_evaluator(recipe, verifier, held_out(recipe))
     (drafter,) = build_drafters(recipe, head, verifier).values()
     trees = [build_tree(section) for section in recipe.evaluation.trees]
-    costs = [
-        (text, cost(evaluator, drafter, tree, given.repeats)) for text, tree in zip(given.tree or TREES, trees, strict=True)
-    ]
+    names = given.tree or TREES
+    costs = [(text, cost(evaluator, drafter, tree, sampling, given.repeats)) for text, tree in zip(names, trees, strict=True)]
     Console().print(table(costs))
     return costs
 

@@ -28,8 +28,8 @@ def speculative_generate(
     """Decode up to a stop token or `max_new_tokens` tokens. The tokens are those of plain greedy decoding.
 
     drafter: a head, or whatever else drafts for this verifier; prompt: a user's message, put through the chat template where
-    the tokenizer has one, or token ids. Raises UserError when the drafter does not fit the verifier or the tree, or the text would
-    pass the verifier's limit.
+    the tokenizer has one, or token ids. Raises UserError when the drafter does not fit the verifier or the tree, or the text
+    would pass the verifier's limit.
     """
     decoded = Decoded()
     for _ in decoding(verifier, drafter, tree, prompt, max_new_tokens, decoded):

@@ -14,7 +14,7 @@ from .data.skips import Skips
 from .errors import UserError
 from .heads.builtin import cache_folder
 from .heads.verifier import Features, Verifier
-from .progress import progress_bar
+from .progress import progress_bar, say
 from .training.recipe import Recipe
 
 
@@ -61,7 +61,11 @@ def held_out(recipe: Recipe) -> list[Conversation]:
     if not recipe.evaluation.prompt_files:
         return build_conversations(recipe).holdout
     paths = [path for name in recipe.evaluation.prompt_files for path in prompt_paths(Path(name).expanduser())]
-    return list(read_conversations(paths, Skips()))
+    skips = Skips()
+    found = list(read_conversations(paths, skips))
+    for line in skips.summary(skips.read):
+        say(f"left out: {line}")
+    return found
 
 
 def prompt_paths(path: Path) -> list[Path]:

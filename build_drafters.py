@@ -18,9 +18,9 @@ from .training.sections.drafter import (
 )
 
 
-def build_drafters(recipe: Recipe, head: DraftHead, verifier: Verifier) -> dict[str, Drafter]:
-    """By name, in the order of the recipe. The head is one that fits the verifier, on its device."""
-    return {section.name: build_drafter(section, head, verifier) for section in recipe.evaluation.drafters}
+def build_drafters(recipe: Recipe, head: DraftHead, verifier: Verifier) -> list[tuple[str, Drafter]]:
+    """Names and drafters, in the order of the recipe. The head is one that fits the verifier, on its device."""
+    return [(section.name, build_drafter(section, head, verifier)) for section in recipe.evaluation.drafters]
 
 
 def build_drafter(section: DrafterSection, head: DraftHead, verifier: Verifier) -> Drafter:

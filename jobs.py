@@ -131,7 +131,7 @@ def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop
     drafters = build_drafters(recipe, head.to(verifier.device), verifier)
     results = [
         {"drafter": name} | result
-        for name, drafter in drafters.items()
+        for name, drafter in drafters
         for result in evaluator.evaluate(drafter, trees, build_samplings(recipe))
     ]
     evaluation = {

@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> list[tuple[str, Cost]]:
     (sampling,) = build_samplings(recipe)
     _, head, verifier = open_run(given.run)
     evaluator = build_evaluator(recipe, verifier, held_out(recipe))
-    (drafter,) = build_drafters(recipe, head, verifier).values()
+    ((_, drafter),) = build_drafters(recipe, head, verifier)
     trees = [build_tree(section) for section in recipe.evaluation.trees]
     names = given.tree or TREES
     costs = [(text, cost(evaluator, drafter, tree, sampling, given.repeats)) for text, tree in zip(names, trees, strict=True)]

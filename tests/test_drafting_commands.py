@@ -71,7 +71,9 @@ def test_eval_of_a_benchmark_by_path_and_category(run: Path, tmp_path: Path) -> 
     bench.mkdir()
     (bench / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SPEC_BENCH))
     (bench / "LICENSE.txt").write_text("no prompt\n")
-    by_folder = json.loads(headstart("eval", run, "--prompts", bench, "--json").out)
+    judged = headstart("eval", run, "--prompts", bench, "--json")
+    assert "left out: 4 of 4 rows have later turns without answers" in judged.err
+    by_folder = json.loads(judged.out)
     by_file = json.loads(headstart("eval", run, "--prompts", bench / "question.jsonl", "--json").out)
     assert by_folder["prompts"] == by_file["prompts"] == 4
     assert set(by_folder["results"][0]["by_category"]) == {"writing", "maths", "rag"}
@@ -123,6 +125,8 @@ def test_drafters_of_a_recipe(write_recipe: Callable[..., Path]) -> None:  # noq
     section = load_recipe(write_recipe("medusa", evaluation__drafters=listed)).evaluation
     assert [drafter.name for drafter in section.drafters] == [*DRAFTERS[:3], "truncated:2", "model:x", "hierarchical"]
     assert [drafter.name for drafter in load_recipe(write_recipe("medusa")).evaluation.drafters] == ["head"]
+    written = load_recipe(write_recipe("medusa", evaluation__drafters=[{"kind": "hierarchical", "longest": 4, "matches": 1}]))
+    assert [drafter.name for drafter in written.evaluation.drafters] == ["hierarchical (longest 4, matches 1)"]
     for wrong, told in (
         ([], "evaluation.drafters: "),
         ([{"kind": "prompt_lookup", "longest": 2, "shortest": 3}], "must be at most longest"),

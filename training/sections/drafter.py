@@ -7,17 +7,23 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from .base import Section
 
 
-class HeadDrafterSection(Section):
+class _Drafter(Section):
+    kind: str
+
+    @property
+    def name(self) -> str:
+        """The kind, with what is not as it is by default: `prompt_lookup (longest 5)`."""
+        own = self.model_dump(exclude_defaults=True, exclude={"kind"})
+        return self.kind + (f" ({', '.join(f'{name} {value}' for name, value in own.items())})" if own else "")
+
+
+class HeadDrafterSection(_Drafter):
     """The head that the recipe trains."""
 
     kind: Literal["head"] = "head"
 
-    @property
-    def name(self) -> str:
-        return self.kind
 
-
-class PromptLookupSection(Section):
+class PromptLookupSection(_Drafter):
     """What followed the last tokens where they stood before in prompt or answer."""
 
     kind: Literal["prompt_lookup"] = "prompt_lookup"
@@ -33,10 +39,6 @@ class PromptLookupSection(Section):
             raise ValueError(f"must be at most longest ({info.data['longest']}), got {shortest}")
         return shortest
 
-    @property
-    def name(self) -> str:
-        return self.kind
-
 
 class HierarchicalSection(PromptLookupSection):
     """Prompt lookup where it finds something, the head elsewhere, round by round."""
@@ -46,7 +48,7 @@ class HierarchicalSection(PromptLookupSection):
     shortest: int = Field(default=3, ge=1, description="fewest that are looked up where more are not found")
 
 
-class LookaheadSection(Section):
+class LookaheadSection(_Drafter):
     """Jacobi iterations of the verifier itself, and a pool of the n-grams they make."""
 
     kind: Literal["lookahead"] = "lookahead"
@@ -54,12 +56,8 @@ class LookaheadSection(Section):
     ngram: int = Field(default=4, ge=2, description="tokens of an n-gram; a draft has one fewer")
     guesses: int = Field(default=8, ge=1, description="n-grams kept for each first token, the latest ones")
 
-    @property
-    def name(self) -> str:
-        return self.kind
 
-
-class TruncatedSection(Section):
+class TruncatedSection(_Drafter):
     """The verifier's own first layers with its final norm and lm_head."""
 
     kind: Literal["truncated"] = "truncated"
@@ -70,7 +68,7 @@ class TruncatedSection(Section):
         return f"{self.kind}:{self.layers}"
 
 
-class ModelSection(Section):
+class ModelSection(_Drafter):
     """A smaller language model of the same vocabulary."""
 
     kind: Literal["model"] = "model"

@@ -22,10 +22,11 @@ from .data.spool import Chosen, Spool
 from .errors import UserError
 from .heads.builtin import cache_folder
 from .heads.verifier import Verifier
-from .progress import progress_bar
+from .progress import progress_bar, say
 from .training.recipe import Recipe
 from .training.sections.sources import SourceSection
 
+CHAT_FILES = (".jsonl", ".json", ".parquet", ".csv")
 PROMPTS = Path(__file__).parent / "data" / "prompts"
 
 
@@ -71,6 +72,28 @@ def build_sources(section: SourceSection) -> list[Source]:
     name = section.file or ""
     paths = sorted(PROMPTS.glob("*.jsonl")) if name == "builtin:prompts" else [Path(name).expanduser()]
     return [file_source(path, columns) for path in paths]
+
+
+def held_out(recipe: Recipe) -> list[Conversation]:
+    """What the recipe is judged on: the files it names for that, else what it holds out of its training files."""
+    if not recipe.evaluation.prompt_files:
+        return build_conversations(recipe).holdout
+    paths = [path for name in recipe.evaluation.prompt_files for path in prompt_paths(Path(name).expanduser())]
+    skips = Skips()
+    found = list(read_conversations(paths, skips))
+    for line in skips.summary(skips.read):
+        say(f"left out: {line}")
+    return found
+
+
+def prompt_paths(path: Path) -> list[Path]:
+    """The file, or the chat files in a folder (no text files: those beside a benchmark are its licence)."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for file in path.iterdir() if file.suffix.lower() in CHAT_FILES)
+    if not found:
+        raise UserError(f"{path}: no chat files in this folder; in a folder {', '.join(CHAT_FILES)} are read")
+    return found
 
 
 def render_samples(recipe: Recipe, tokenizer: Any, rows: Sequence[Conversation], skips: Skips) -> Sequence[Sample]:

@@ -1,4 +1,4 @@
-"""`headstart eval`, `lossless`, `report`: what is measured of a run."""
+"""`headstart eval`, `lossless`, `tree`, `advise`, `report`: what is measured of a run."""
 
 import json
 import os
@@ -10,24 +10,38 @@ from typing import Annotated
 
 import typer
 
+from . import cli_trees
 from .cli_options import Json, Overrides, check_run, show
 
 app = typer.Typer()
+RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
 
 
 @app.command(name="eval")
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run folder.")], overrides: Overrides = None, as_json: Json = False
+    run: RunFolder,
+    overrides: Overrides = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(help="head, prompt_lookup, lookahead, hierarchical, truncated:LAYERS or model:MODEL; may be repeated."),
+    ] = None,
+    tree: Annotated[
+        list[str] | None, typer.Option(help="chain:DEPTH, dynamic:DEPTH,TOP_K,NODES or static:FILE.json; may be repeated.")
+    ] = None,
+    prompts: Annotated[list[Path] | None, typer.Option(help="A chat file or a folder of them; may be repeated.")] = None,
+    as_json: Json = False,
 ) -> None:
-    """Measure a trained head on held-out prompts.
+    """Measure a trained head on held-out prompts, and other drafters beside it.
 
+    --drafter, --tree and --prompts replace the lists of the recipe.
     Exits with 1 when an answer differs from the verifier's own greedy decoding.
     """
     check_run(run)
     from .jobs import evaluate
 
+    asked = [*(overrides or []), *cli_trees.overrides(drafter or [], tree or [], prompts or [])]
     with redirect_stdout(sys.stderr):  # progress must not mix with the results
-        evaluate(run, overrides or [])
+        evaluate(run, asked)
     evaluation = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     from .tables import results_table
 
@@ -57,6 +71,60 @@ def lossless(
     show({"gates": [asdict(gate) for gate in gates]} if as_json else gates_table(gates))
     if not all(gate.passed for gate in gates):
         raise typer.Exit(1)
+
+
+Nodes = Annotated[int, typer.Option(min=2, help="Of the tree, the root included.")]
+Depth = Annotated[int | None, typer.Option(min=1, help="Levels; default: what the head drafts, else 5.")]
+Calibration = Annotated[int, typer.Option(min=1, help="Prompts of the training files that the head is tried on.")]
+
+
+@app.command()
+def tree(
+    run: RunFolder,
+    nodes: Nodes = 32,
+    depth: Depth = None,
+    prompts: Calibration = 16,
+    output: Annotated[Path | None, typer.Option(help="Write the tree, for `eval --tree static:FILE`.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the best static tree for a head.
+
+    Counts how often each of its choices is right on prompts of the training files, and takes the nodes worth most.
+    """
+    check_run(run)
+    from .heads.files import write_text
+    from .tables import ranks_table
+    from .tuning import search_tree
+
+    with redirect_stdout(sys.stderr):
+        found, ranks = search_tree(run, nodes, depth, prompts)
+    result = found.tree.describe() | {"predicted_tau": found.tau}
+    if output is not None:
+        write_text(output, json.dumps(result) + "\n")
+    show(result | {"reached": ranks.reached, "hits": ranks.hits} if as_json else ranks_table(ranks, found))
+
+
+@app.command()
+def advise(
+    run: RunFolder,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences decoded at a time; may be repeated.")] = None,
+    nodes: Nodes = 64,
+    depth: Depth = None,
+    prompts: Calibration = 16,
+    measure: Annotated[bool, typer.Option("--measure", help="Decode the held-out prompts with the trees, too.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say which tree decodes fastest on this device.
+
+    From measured latencies and how often the head's choices are right; --measure decodes and compares.
+    """
+    check_run(run)
+    from .tables import advice_table
+    from .tuning import advise_run
+
+    with redirect_stdout(sys.stderr):
+        found = [one for its in advise_run(run, batch or [1], nodes, depth, prompts, measure).values() for one in its]
+    show({"advice": [one.describe() for one in found]} if as_json else advice_table(found))
 
 
 @app.command()

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from .build import build_evaluator, build_judge, build_samplings, build_settings, build_texts, build_tree, build_verifier
-from .build_data import Conversations, build_conversations, build_samples, check_author
+from .build_data import Conversations, build_conversations, build_samples, check_author, held_out
+from .build_drafters import build_drafters
 from .build_features import fill_features
 from .build_heads import adapt, build_head, needed_layers
 from .build_start import start_from
 from .build_strategy import build_strategy, build_training_verifier, check_processes
 from .data.chat import Sample
+from .data.conversations import Conversation
 from .data.features import FeatureSource, OriginalFeatures
 from .data.packing import batch_plan
 from .data.stored import StoredFeatures
@@ -44,6 +46,7 @@ class Workshop:
     verifier: Verifier
     evaluator: Evaluator  # with the verifier in evaluation.dtype
     conversations: Conversations
+    holdout: list[Conversation]  # what heads are judged on
     samples: Sequence[Sample]
     features: FeatureSource
     layers: tuple[int, ...]  # that the features hold
@@ -71,8 +74,9 @@ def open_workshop(recipe: Recipe) -> Workshop:
         if found.warning:
             say(f"warning: {found.warning}")
     judge = build_judge(recipe, verifier) if is_first() else verifier  # only the first process judges
-    evaluator = build_evaluator(recipe, judge, conversations.holdout)
-    return Workshop(verifier, evaluator, conversations, samples, features, needed_layers(recipe, verifier))
+    holdout = held_out(recipe) if recipe.evaluation.prompt_files else conversations.holdout
+    evaluator = build_evaluator(recipe, judge, holdout)
+    return Workshop(verifier, evaluator, conversations, holdout, samples, features, needed_layers(recipe, verifier))
 
 
 def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) -> None:
@@ -81,6 +85,8 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     Stopped by SIGTERM, it saves and ends the process with 0: the same call goes on.
     """
     check_processes(recipe)
+    if not any(drafter.kind == "head" for drafter in recipe.evaluation.drafters):
+        raise UserError("evaluation.drafters: training looks at what the head itself drafts; add head to the list")
     strategy = build_strategy(recipe.training)
     if is_first():
         check_claim(run_folder, recipe)
@@ -95,7 +101,7 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     features, evaluator = workshop.features, workshop.evaluator
     if isinstance(head, AdaptedMedusa):  # held against the verifier as it was, judged with the adapter where it learns
         features = OriginalFeatures(features, head.adapter)
-        evaluator = build_evaluator(recipe, verifier, workshop.conversations.holdout)
+        evaluator = build_evaluator(recipe, verifier, workshop.holdout)
     tree = build_tree(recipe.evaluation.trees[0])  # the cheapest look that still decodes for real
     section = recipe.training
     head.recompute = section.gradient_checkpointing
@@ -149,15 +155,20 @@ def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop
     recipe = run_recipe(run_folder, overrides)
     head = load_head(run_folder / "head")
     if workshop is None or learns_adapter(recipe):  # a workshop's verifier is the one of before training
-        holdout = build_conversations(recipe).holdout
+        holdout = held_out(recipe)
         evaluator = build_evaluator(recipe, build_judge(recipe), holdout)
     else:
-        holdout, evaluator = workshop.conversations.holdout, workshop.evaluator
+        holdout, evaluator = workshop.holdout, workshop.evaluator
     verifier = evaluator.verifier
     check_fits(head.config, verifier.facts, verifier.name)
     start = time.perf_counter()
     trees = [build_tree(tree) for tree in recipe.evaluation.trees]
-    results = evaluator.evaluate(head.to(verifier.device), trees, build_samplings(recipe))
+    drafters = build_drafters(recipe, head.to(verifier.device), verifier)
+    results = [
+        {"drafter": name} | result
+        for name, drafter in drafters
+        for result in evaluator.evaluate(drafter, trees, build_samplings(recipe))
+    ]
     evaluation = {
         "verifier": verifier.name,
         **({} if verifier.adapter is None else {"adapter": verifier.adapter.name}),
@@ -180,7 +191,7 @@ def lossless(run_folder: Path | None, tokens: int, seed: int = 0) -> Iterator[Ga
     if run_folder is not None:  # bad input shows before the sums are done
         recipe = run_recipe(run_folder)
         head = load_head(run_folder / "head")
-        holdout = build_conversations(recipe).holdout
+        holdout = held_out(recipe)
         verifier = build_verifier(recipe)
         check_fits(head.config, verifier.facts, verifier.name)
         trees = [build_tree(tree) for tree in recipe.evaluation.trees]

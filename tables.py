@@ -6,19 +6,24 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from .evaluation.advise import Advice
     from .evaluation.lossless import Gate
+    from .evaluation.tree_search import Found, RankCounts
 
 
 def results_table(*evaluations: dict[str, Any]) -> Table:
     """The results of evaluation.json files as a rich table that fits into 80 columns."""
-    table = Table("head", "tree", "depth", "nodes", "rule", "tau", "greedy", "speed-up")
+    table = Table("drafter", "tree", "depth", "nodes", "rule", "tau", "greedy", "speed-up")
     for head, result in ((e["head"]["kind"], result) for e in evaluations for result in e["results"]):
         tree, tau, speedup, temperature = result["tree"], result["tau"], result["speedup"], result["temperature"]
         greedy = {True: "identical", False: "DIFFERS", None: "-"}[result["identical_to_greedy"]]
         rule = result.get("rule", "greedy") + ("" if result.get("lossless", True) else " (lossy)")
         rule += f", T {temperature:g}" if temperature else ""
         measured = ["-" if tau is None else f"{tau:.2f}", greedy, "-" if speedup is None else f"{speedup:.2f}x"]
-        table.add_row(head, tree["kind"], str(tree["depth"]), str(tree["nodes"]), rule, *measured)
+        drafter = result.get("drafter", "head")
+        table.add_row(
+            head if drafter == "head" else drafter, tree["kind"], str(tree["depth"]), str(tree["nodes"]), rule, *measured
+        )
     return table
 
 
@@ -43,4 +48,29 @@ def facts_table(title: str, facts: dict[str, Any]) -> Table:
                 table.add_row(words.removesuffix("bytes") + "MB", f"{one / 1e6:,.1f}")
             else:
                 table.add_row(words, f"{one:,}" if isinstance(one, int | float) and not isinstance(one, bool) else str(one))
+    return table
+
+
+def ranks_table(ranks: "RankCounts", found: "Found") -> Table:
+    """How often each choice is right, level by level, and how much of the found tree lies there."""
+    tree, shown = found.tree, 5
+    title = f"{tree.nodes} nodes, depth {tree.depth}, predicted tau {found.tau:.2f}"
+    table = Table("depth", "positions", *(f"choice {rank + 1}" for rank in range(shown)), "nodes", title=title)
+    for depth, (reached, row) in enumerate(zip(ranks.reached, ranks.shares, strict=True), 1):
+        shares = [f"{share:.3f}" for share in [*row, *[0.0] * shown][:shown]]
+        table.add_row(str(depth), str(reached), *shares, str(sum(len(path) == depth for path in found.paths)))
+    return table
+
+
+def advice_table(advice: "Sequence[Advice]") -> Table:
+    """The fastest trees by batch size, with what was measured of them."""
+    table = Table("batch", "tree", "depth", "nodes", "tau", "speed-up", "measured tau", "measured")
+    for one in advice:
+        told = one.measured or {}
+        tau, speedup = told.get("tau"), told.get("speedup")
+        measured = ["-" if tau is None else f"{tau:.2f}", "-" if speedup is None else f"{speedup:.2f}x"]
+        tree = one.tree
+        table.add_row(
+            str(one.batch), tree.kind, str(tree.depth), str(tree.nodes), f"{one.tau:.2f}", f"{one.speedup:.2f}x", *measured
+        )
     return table

@@ -141,7 +141,7 @@ def one_round(target: Tables, drafter: Tables, tree: AnyTree, sampling: Sampling
     parents, ids = drafted.parents[0].tolist(), drafted.ids[0].tolist()
     paths: list[Text] = [()]
     for node in range(1, len(parents)):
-        paths.append((*paths[parents[node]], ids[node]))
+        paths.append((*paths[max(parents[node], 0)], ids[node]))
     logits = torch.stack([target.logits(path) for path in paths])[None]
     path, accepted, bonus = judge.path(drafted, judge.read(logits))
     return (*(ids[node] for node in path[0, 1 : 1 + int(accepted)].tolist()), int(bonus))

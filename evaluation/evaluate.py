@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..data.conversations import spread
-from ..heads.base import Batch, DraftHead, shifted
+from ..heads.base import Batch, Drafter, shifted
 from ..heads.verifier import Verifier
 from .decode import Decoded, speculate
 from .metrics import acceptance, by_category, by_context
@@ -28,7 +28,7 @@ class Prompt:
 
 
 class Evaluator:
-    """Prompts with the verifier's own answers, decoded once, that any number of heads and trees are compared with."""
+    """Prompts with the verifier's own answers, decoded once, that any number of drafters and trees are compared with."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Evaluator:
         self._penalised: dict[float, list[Decoded]] = {}
 
     def decode(
-        self, head: DraftHead | None, tree: AnyTree, prompts: Sequence[Prompt], batch: int, sampling: Sampling = GREEDY
+        self, drafter: Drafter | None, tree: AnyTree, prompts: Sequence[Prompt], batch: int, sampling: Sampling = GREEDY
     ) -> tuple[list[Decoded], dict[str, float]]:
         """Answers in the order of `prompts`, and seconds by part. All of them are drawn by one generator."""
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
@@ -57,7 +57,7 @@ class Evaluator:
         for start in range(0, len(order), batch):
             part = order[start : start + batch]
             ids = [prompts[i].ids for i in part]
-            decoded, spent = speculate(self.verifier, head, tree, ids, self.max_new_tokens, sampling=sampling, draw=draw)
+            decoded, spent = speculate(self.verifier, drafter, tree, ids, self.max_new_tokens, sampling=sampling, draw=draw)
             done |= dict(zip(part, decoded, strict=True))
             seconds = {name: seconds.get(name, 0.0) + value for name, value in spent.items()}
             self.on_prompts(len(part))
@@ -78,25 +78,25 @@ class Evaluator:
         return self._penalised[sampling.repetition_penalty]
 
     def evaluate(
-        self, head: DraftHead, trees: Sequence[AnyTree], samplings: Sequence[Sampling] = (GREEDY,)
+        self, drafter: Drafter, trees: Sequence[AnyTree], samplings: Sequence[Sampling] = (GREEDY,)
     ) -> list[dict[str, Any]]:
         """One result of evaluation.json for each sampling and tree."""
-        alpha = self.alpha(head)
+        alpha = self.alpha(drafter)
         results = []
-        for sampling in samplings:
-            timings = self.time(head, trees, sampling)
-            results += [self._result(head, tree, sampling, alpha, t) for tree, t in zip(trees, timings, strict=True)]
+        for sampling in (sampling.for_certain_drafts() if drafter.certain else sampling for sampling in samplings):
+            timings = self.time(drafter, trees, sampling)
+            results += [self._result(drafter, tree, sampling, alpha, t) for tree, t in zip(trees, timings, strict=True)]
         return results
 
-    def acceptance(self, head: DraftHead, tree: AnyTree, limit: int | None = None) -> dict[str, Any]:
+    def acceptance(self, drafter: Drafter, tree: AnyTree, limit: int | None = None) -> dict[str, Any]:
         """Only the acceptance metrics of one tree, on at most `limit` of the prompts, for a look during training."""
-        decoded, _ = self.decode(head, tree, spread(self.prompts, limit), self.batch)
+        decoded, _ = self.decode(drafter, tree, spread(self.prompts, limit), self.batch)
         return acceptance([r for answer in decoded for r in answer.rounds], tree.depth)
 
     def _result(
-        self, head: DraftHead, tree: AnyTree, sampling: Sampling, alpha: float | None, timing: dict[str, Any]
+        self, drafter: Drafter, tree: AnyTree, sampling: Sampling, alpha: float | None, timing: dict[str, Any]
     ) -> dict[str, Any]:
-        decoded, seconds = self.decode(head, tree, self.prompts, self.batch, sampling)
+        decoded, seconds = self.decode(drafter, tree, self.prompts, self.batch, sampling)
         greedy = sampling.applied == "greedy"
         divergences = list(self.divergences(decoded, sampling)) if greedy else []
         metrics = acceptance([r for answer in decoded for r in answer.rounds], tree.depth)
@@ -133,12 +133,12 @@ class Evaluator:
             top = penalised(logits, sampling, present)[0].topk(2).values
             yield {"prompt": prompt.id, "position": at, "gap": (top[0] - top[1]).item(), "best": top[0].item()}
 
-    def time(self, head: DraftHead, trees: Sequence[AnyTree], sampling: Sampling = GREEDY) -> list[dict[str, Any]]:
+    def time(self, drafter: Drafter, trees: Sequence[AnyTree], sampling: Sampling = GREEDY) -> list[dict[str, Any]]:
         """Speed-up of each tree: medians over repeats that take turns, one prompt at a time, after a warm-up."""
         if not self.timing_prompts:
             return [{} for _ in trees]
         prompts = spread(self.prompts, self.timing_prompts)
-        contenders: list[tuple[DraftHead | None, AnyTree]] = [(None, chain(0)), *((head, tree) for tree in trees)]
+        contenders: list[tuple[Drafter | None, AnyTree]] = [(None, chain(0)), *((drafter, tree) for tree in trees)]
         for contender in contenders:
             self.decode(*contender, prompts[:1], 1, sampling)
         runs = [
@@ -156,8 +156,9 @@ class Evaluator:
         ]
 
     @torch.no_grad()
-    def alpha(self, head: DraftHead) -> float | None:
-        """E[Σ_v min(p, q)] of the first draft on the verifier's own answers; None when no answer is long enough."""
+    def alpha(self, drafter: Drafter) -> float | None:
+        """E[Σ_v min(p, q)] of the first draft on the verifier's own answers; None when no answer is long enough, or where
+        drafts have no distribution."""
         total, count = 0.0, 0
         for prompt, answer in zip(self.prompts, self.plain, strict=True):
             ids = torch.tensor([prompt.ids + answer.tokens], device=self.verifier.device)
@@ -167,11 +168,13 @@ class Evaluator:
             where = shifted(mask, 1, False) & shifted(mask, 2, False)
             if not bool(where.any()):
                 continue
-            features = self.verifier.features(ids, head.needs)
-            p = self.verifier.logits(shifted(features.last, 1, 0.0)[where]).float().softmax(-1)[:, head.target_ids]
-            q = head.first_draft(batch, features, self.verifier, where).exp()
-            total += torch.minimum(p, q).sum().item()
-            count += len(q)
+            features = self.verifier.features(ids, drafter.needs)
+            log_q = drafter.first_draft(batch, features, self.verifier, where)
+            if log_q is None:
+                return None
+            p = self.verifier.logits(shifted(features.last, 1, 0.0)[where]).float().softmax(-1)[:, drafter.target_ids]
+            total += torch.minimum(p, log_q.exp()).sum().item()
+            count += len(log_q)
         return total / count if count else None
 
     def _example(self, decoded: Sequence[Decoded]) -> dict[str, Any] | None:

@@ -1,11 +1,11 @@
-"""Decoding with a draft head as a library call: one prompt, whole or as it comes. Greedy: the verifier's own text."""
+"""Decoding with drafts as a library call: one prompt, whole or as it comes. Greedy: the verifier's own text."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..data.chat import prompt_ids
 from ..errors import UserError
-from ..heads.base import DraftHead, check_fits
+from ..heads.base import Drafter, DraftHead, check_fits
 from ..heads.verifier import Verifier
 from .decode import Clock, Decoded, rounds
 from .tree import AnyTree
@@ -23,15 +23,16 @@ class Generated:
 
 
 def speculative_generate(
-    verifier: Verifier, head: DraftHead, tree: AnyTree, prompt: str | Sequence[int], max_new_tokens: int = 256
+    verifier: Verifier, drafter: Drafter, tree: AnyTree, prompt: str | Sequence[int], max_new_tokens: int = 256
 ) -> Generated:
     """Decode up to a stop token or `max_new_tokens` tokens. The tokens are those of plain greedy decoding.
 
-    prompt: a user's message, put through the chat template where the tokenizer has one, or token ids. Raises UserError when the
-    head does not fit the verifier or the tree, or the text would pass the verifier's limit.
+    drafter: a head, or whatever else drafts for this verifier; prompt: a user's message, put through the chat template where
+    the tokenizer has one, or token ids. Raises UserError when the drafter does not fit the verifier or the tree, or the text
+    would pass the verifier's limit.
     """
     decoded = Decoded()
-    for _ in decoding(verifier, head, tree, prompt, max_new_tokens, decoded):
+    for _ in decoding(verifier, drafter, tree, prompt, max_new_tokens, decoded):
         pass
     emitted = sum(r.emitted for r in decoded.rounds)
     text = None if verifier.tokenizer is None else plain_text(verifier, decoded.tokens)
@@ -39,13 +40,13 @@ def speculative_generate(
 
 
 def speculative_stream(
-    verifier: Verifier, head: DraftHead, tree: AnyTree, prompt: str | Sequence[int], max_new_tokens: int = 256
+    verifier: Verifier, drafter: Drafter, tree: AnyTree, prompt: str | Sequence[int], max_new_tokens: int = 256
 ) -> Iterator[str]:
     """The text of `speculative_generate`, piece by piece: one for each round that completes a character."""
     decoded, shown = Decoded(), ""
     if verifier.tokenizer is None:
         raise UserError(f"verifier {verifier.name} has no tokenizer to write text with; speculative_generate gives token ids")
-    for _ in decoding(verifier, head, tree, prompt, max_new_tokens, decoded):
+    for _ in decoding(verifier, drafter, tree, prompt, max_new_tokens, decoded):
         text = plain_text(verifier, decoded.tokens)
         if not text.endswith("\ufffd") and text != shown:  # half a character waits for its other half
             yield text[len(shown) :]
@@ -56,18 +57,20 @@ def speculative_stream(
 
 
 def decoding(
-    verifier: Verifier, head: DraftHead, tree: AnyTree, prompt: str | Sequence[int], max_new_tokens: int, decoded: Decoded
+    verifier: Verifier, drafter: Drafter, tree: AnyTree, prompt: str | Sequence[int], max_new_tokens: int, decoded: Decoded
 ) -> Iterator[int]:
     """Fill `decoded` round by round; yields how many tokens each gave."""
-    check_fits(head.config, verifier.facts, verifier.name)
-    if head.depth is not None and tree.depth > head.depth:
-        raise UserError(f"a tree of depth {tree.depth} needs as many heads; this one has {head.depth}")
+    if isinstance(drafter, DraftHead):
+        check_fits(drafter.config, verifier.facts, verifier.name)
+        drafter = drafter.to(verifier.device)
+    if drafter.depth is not None and tree.depth > drafter.depth:
+        raise UserError(f"a tree of depth {tree.depth} needs as many heads; this one has {drafter.depth}")
     ids = prompt_tokens(verifier, prompt)
     limit = verifier.facts.max_position_embeddings
     if not ids or max_new_tokens < 1 or len(ids) + max_new_tokens > limit:
         raise UserError(f"a prompt of {len(ids)} tokens and max_new_tokens={max_new_tokens}: both must be positive and "
                         f"together at most {limit}")  # fmt: skip
-    yield from rounds(verifier, head.to(verifier.device), tree, [ids], max_new_tokens, [decoded], Clock(verifier.device))
+    yield from rounds(verifier, drafter, tree, [ids], max_new_tokens, [decoded], Clock(verifier.device))
 
 
 def prompt_tokens(verifier: Verifier, prompt: str | Sequence[int]) -> list[int]:

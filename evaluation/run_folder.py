@@ -90,8 +90,9 @@ class Timing(Model):
 
 
 class Result(Model):
-    """One tree at one temperature; names as in evaluation.json."""
+    """One drafter and tree at one temperature; names as in evaluation.json."""
 
+    drafter: str = "head"
     tree: Tree
     temperature: float
     rule: str = "greedy"
@@ -118,7 +119,8 @@ class Result(Model):
 
     @property
     def label(self) -> str:
-        return str(self.tree) + (f", T {self.chosen}" if self.temperature else "")
+        drafter = "" if self.drafter == "head" else f"{self.drafter}, "
+        return f"{drafter}{self.tree}" + (f", T {self.chosen}" if self.temperature else "")
 
     @property
     def chosen(self) -> str:
@@ -176,8 +178,8 @@ class Run:
 
     @property
     def best(self) -> Result:
-        """By tau; a lossy result never stands for the run where there is a lossless one."""
-        return max(self.evaluation.results, key=lambda result: (result.lossless, result.tau or 0.0))
+        """By tau; a lossy result or another drafter never stands for the run where there is a lossless one of the head."""
+        return max(self.evaluation.results, key=lambda result: (result.drafter == "head", result.lossless, result.tau or 0.0))
 
     @property
     def steps(self) -> int:
@@ -194,7 +196,9 @@ class Run:
 
     @property
     def fastest(self) -> Result:
-        return max(self.evaluation.results, key=lambda result: (result.lossless, result.speedup or 0.0))
+        return max(
+            self.evaluation.results, key=lambda result: (result.drafter == "head", result.lossless, result.speedup or 0.0)
+        )
 
 
 def read_run(folder: Path) -> Run:

@@ -6,7 +6,7 @@ Shapes: B rows, V verifier ids, Q columns of a head's vocabulary, k children of 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -51,6 +51,10 @@ class Sampling:
     @property
     def draws_children(self) -> bool:
         return self.applied == "without_replacement"
+
+    def for_certain_drafts(self) -> "Sampling":
+        """The same for drafts that no distribution gave: a child that is drawn from a certainty is a candidate."""
+        return replace(self, rule="candidates") if self.draws_children else self
 
     @property
     def lossless(self) -> bool:
@@ -104,7 +108,9 @@ def probabilities(logits: Tensor, sampling: Sampling, present: Tensor | None = N
 
 def draft_probabilities(log_q: Tensor, temperature: float) -> Tensor:
     """What a head's children are drawn from: log_q [..., Q] at the temperature. Raises UserError where it is no number."""
-    q = (precise(log_q) / temperature).softmax(-1)
+    log_q = precise(log_q)
+    unknown = (log_q == float("-inf")).all(-1, keepdim=True)  # nothing is drafted here: any token is as good
+    q = (log_q.masked_fill(unknown, 0.0) / temperature).softmax(-1)
     if bool(q.isnan().any()):
         raise UserError("the head's draft probabilities are not numbers (NaN): children cannot be drawn from them; the rule "
                         "candidates does not need them")  # fmt: skip

@@ -26,14 +26,20 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Tree:
-    """One tree a row. ids: [B, N] verifier ids; parents: [B, N], -1 for the root; depth: [B, N]; seen: bool [B, N, N];
-    drawn: None where the children are the likeliest ones instead of drawn ones."""
+    """One tree a row. ids: [B, N] verifier ids; parents: [B, N], -1 for the root and for nodes that are no drafts and can never
+    be accepted; depth: [B, N]; seen: bool [B, N, N]; drawn: None where the children are the likeliest ones instead of drawn
+    ones."""
 
     ids: Tensor
     parents: Tensor
     depth: Tensor
     seen: Tensor
     drawn: Drawn | None = None
+
+    @property
+    def drafted(self) -> Tensor:
+        """Nodes that are drafts: [B]."""
+        return (self.parents >= 0).sum(1).expand(len(self.ids))
 
 
 Draw = Callable[[Tensor, int], Tensor]  # (log q [B, M, Q], k) -> k columns drawn without replacement [B, M, k], in draw order
@@ -50,6 +56,18 @@ class Level:
     turns: list[int]
     expand: list[int]
     parents: list[int]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A static tree's numbers on the device that drafts. levels: of each its width, and
+    slots, ranks, turns, expand and parents."""
+
+    parents: Tensor
+    depths: Tensor
+    seen: Tensor
+    slots: Tensor
+    levels: list[tuple[int, list[Tensor]]]
 
 
 class StaticTree:
@@ -72,6 +90,27 @@ class StaticTree:
         self.expanded = sum(len(level.expand) for level in self.levels)  # nodes that the head runs through while drafting
         inner = [path for path in [(), *self.paths] if any(path == child[:-1] for child in self.paths)]
         self.slots = torch.tensor([inner.index(path) if path in inner else 0 for path in index])
+        self._placed: dict[torch.device, Placed] = {}
+        self._cut: dict[int, StaticTree] = {}
+
+    def cut(self, depth: int, nodes: int) -> "StaticTree":
+        """The tree without what lies deeper. (How many nodes are wanted changes no fixed shape.)"""
+        if depth >= self.depth:
+            return self
+        if depth not in self._cut:
+            self._cut[depth] = StaticTree([path for path in self.paths if len(path) <= depth], self.kind)
+        return self._cut[depth]
+
+    def on(self, device: torch.device) -> Placed:
+        """The shape as tensors, copied to a device once."""
+        if device not in self._placed:
+            levels = []
+            for level in self.levels:
+                parts = level.slots, level.ranks, level.turns, level.expand, level.parents
+                levels.append((max(level.ranks) + 1, [torch.tensor(part, dtype=torch.long, device=device) for part in parts]))
+            parents, depths, seen, slots = (part.to(device) for part in (self.parents, self.depths, self.seen, self.slots))
+            self._placed[device] = Placed(parents, depths, seen, slots, levels)
+        return self._placed[device]
 
     def _levels(self) -> list[Level]:
         inner = {path[:-1] for path in self.paths}
@@ -93,24 +132,27 @@ class StaticTree:
 
     def grow(self, session: DraftSession, root: Tensor, log_q: Tensor, target_ids: Tensor, draw: Draw | None = None) -> Tree:
         """Fill the shape with the likeliest children, or with drawn ones. root: [B] ids; log_q: [B, Q] of its children."""
-        device, batch = root.device, len(root)
-        ids = [root[:, None]]
+        shape, batch = self.on(root.device), len(root)
+        ids, there = [root[:, None]], [torch.zeros_like(root[:, None], dtype=torch.bool)]
         choices = log_q[:, None]
         asked, columns = [], [torch.zeros_like(ids[0])]
-        for level in self.levels:
+        for level, (width, (slots, ranks, turns, expand, parents)) in zip(self.levels, shape.levels, strict=True):
             if draw is None:
-                ranked = choices.topk(max(level.ranks) + 1).indices  # [B, M, k]
-                picked = ranked[:, level.slots, level.ranks]
+                ranked = choices.topk(width)  # [B, M, k]
+                picked = ranked.indices[:, slots, ranks]
+                there.append(ranked.values[:, slots, ranks] != float("-inf"))
             else:
-                picked = draw(choices, max(level.turns) + 1)[:, level.slots, level.turns]
+                picked = draw(choices, max(level.turns) + 1)[:, slots, turns]
                 asked.append(choices)
                 columns.append(picked)
             ids.append(target_ids[picked])
             if level.expand:
-                parents = torch.tensor(level.parents, device=device).expand(batch, -1)
-                choices = session.expand(ids[-1][:, level.expand], parents)
-        drawn = Drawn(torch.cat(asked, 1), self.slots.to(device), torch.cat(columns, 1), target_ids) if asked else None
-        return Tree(torch.cat(ids, 1), self.parents.to(device), self.depths.to(device), self.seen.to(device), drawn)
+                choices = session.expand(ids[-1][:, expand], parents.expand(batch, -1))
+        if draw is None:
+            parents = torch.where(torch.cat(there, 1), shape.parents, -1)
+            return Tree(torch.cat(ids, 1), parents, shape.depths, shape.seen)
+        drawn = Drawn(torch.cat(asked, 1), shape.slots, torch.cat(columns, 1), target_ids) if asked else None
+        return Tree(torch.cat(ids, 1), shape.parents, shape.depths, shape.seen, drawn)
 
 
 def chain(depth: int) -> StaticTree:
@@ -128,6 +170,12 @@ class DynamicTree:
         self.width = top_k
         self.nodes = min(nodes, 1 + top_k + (depth - 1) * top_k**2)
         self.expanded = (depth - 1) * top_k  # nodes that the head runs through while drafting
+
+    def cut(self, depth: int, nodes: int) -> "AnyTree":
+        """A tree of at most that depth and that many nodes besides the root."""
+        if depth == 0:
+            return chain(0)
+        return DynamicTree(min(self.depth, depth), self.top_k, min(self.nodes, nodes + 1))
 
     def describe(self) -> dict[str, object]:
         return {"kind": self.kind, "depth": self.depth, "top_k": self.top_k, "nodes": self.nodes}
@@ -160,7 +208,8 @@ class DynamicTree:
         kept = torch.cat([torch.zeros_like(ids[:, :1]), best.sort(1).values], 1)  # insertion order: parents first
         place = torch.zeros_like(ids).scatter_(1, kept, torch.arange(kept.shape[1], device=ids.device).expand_as(kept))
         old = parents.gather(1, kept)
-        parents = torch.where(old < 0, -1, place.gather(1, old.clamp(min=0)))
+        nothing = torch.cat([scores.new_full((len(scores), 1), float("-inf")), scores], 1).gather(1, kept) == float("-inf")
+        parents = torch.where(nothing, -1, place.gather(1, old.clamp(min=0)))
         seen = ancestry(parents, self.depth)
         return Tree(ids.gather(1, kept), parents, seen.sum(-1) - 1, seen)
 

@@ -133,7 +133,7 @@ def typical_path(tree: Tree, logits: Tensor, depth: int, sampling: Sampling, dra
     entropy = -torch.special.xlogy(p, p).sum(-1)
     least = (DELTA * torch.exp(-entropy)).clamp(max=EPSILON)
     after = p.gather(1, parents[:, :, None].expand(-1, -1, p.shape[2])).gather(2, tree.ids[:, :, None])[:, :, 0]
-    fine = after > least.gather(1, parents)
+    fine = (after > least.gather(1, parents)) & (tree.parents >= 0)
     fine[:, 0] = True
     seen = tree.seen.expand(batch, -1, -1)
     whole = (fine[:, None] | ~seen).all(-1)  # every node of the path is fine

@@ -88,8 +88,35 @@ class Batch:
         return torch.where(inside.view(*inside.shape, *[1] * (x.dim() - 2)), out, fill)
 
 
+@dataclass(frozen=True)
+class Beside:
+    """Tokens that the verifier shall read in a round besides the tree.
+
+    ids: [B, X]; depth: [1, X], position after the committed tokens, 0 being the root's; seen: bool [1, X, X], who sees whom of
+    them (all see the committed tokens and the root); asked: after how many, the last ones, the next token is wanted.
+    """
+
+    ids: Tensor
+    depth: Tensor
+    seen: Tensor
+    asked: int
+
+
 class DraftSession(ABC):
-    """One batch of sequences being decoded. Log-probabilities are float32 over the head's own vocabulary."""
+    """One batch of sequences being decoded. Log-probabilities are float32 over the drafter's own vocabulary; a token whose
+    log-probability is -inf is no draft: it may fill a tree, but it is never accepted."""
+
+    reach: tuple[int, int] | None = None  # deepest level and most nodes (without the root) of a round's drafts, None: no limit
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> None:  # noqa: B027
+        """Told of the prompts once, before the first `observe`. Heads know them from the verifier's states."""
+
+    def beside(self) -> Beside | None:
+        """What the verifier shall read in this round besides the tree."""
+        return None
+
+    def learn(self, choice: Tensor) -> None:  # noqa: B027
+        """The verifier's likeliest token after each asked token of `beside`: [B, asked]."""
 
     @abstractmethod
     def observe(self, features: Features, next_ids: Tensor, counts: list[int]) -> Tensor:
@@ -112,12 +139,38 @@ class DraftSession(ABC):
         """Drop all rows but these."""
 
 
-class DraftHead(nn.Module, ABC):
-    """A trainable drafter. `target_ids` [Q] names the verifier id of each column of the head's own vocabulary."""
+class Drafter(ABC):
+    """Whatever proposes tokens. `target_ids` [Q] names the verifier id of each column of its own vocabulary."""
+
+    target_ids: Tensor
+    certain: ClassVar[bool] = False  # drafts are no draws: there is no q to sample from, each child is tested as a certainty
+    read_beside: int = 0  # tokens that the verifier reads in a round besides the tree
+
+    @property
+    @abstractmethod
+    def needs(self) -> tuple[int, ...]:
+        """Decoder layers whose entering states are read (transformers' hidden_states indices)."""
+
+    @property
+    @abstractmethod
+    def depth(self) -> int | None:
+        """The deepest tree that can be drafted; None where it goes on for ever."""
+
+    @abstractmethod
+    def first_draft(self, batch: Batch, features: Features, verifier: Verifier, where: Tensor) -> Tensor | None:
+        """log q [N, Q] of token t + 2, the root's child, at the positions t where `where` [B, T] is true, in row order; None
+        where there is no such distribution."""
+
+    @abstractmethod
+    def begin(self, verifier: Verifier, batch: int, capacity: int) -> DraftSession:
+        """Start drafting for `batch` sequences of at most `capacity` tokens."""
+
+
+class DraftHead(nn.Module, Drafter):
+    """A trainable drafter."""
 
     kind: ClassVar[str]
     config: HeadConfig
-    target_ids: Tensor
     recompute = False  # in the backward pass, instead of keeping what a layer computes: less memory, more time
 
     def kept(self, part: Callable[..., Tensor], *inputs: Any) -> Tensor:
@@ -125,16 +178,6 @@ class DraftHead(nn.Module, ABC):
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(part, *inputs, use_reentrant=False)
         return part(*inputs)
-
-    @property
-    @abstractmethod
-    def needs(self) -> tuple[int, ...]:
-        """Decoder layers whose entering states the head reads (transformers' hidden_states indices)."""
-
-    @property
-    @abstractmethod
-    def depth(self) -> int | None:
-        """The deepest tree the head can draft; None where it goes on for ever."""
 
     def begin_step(self, share: float) -> None:
         """Told before every optimizer step which share of the run is done."""
@@ -167,14 +210,6 @@ class DraftHead(nn.Module, ABC):
         """float32 log q [..., Q] of states [..., d] that go through the verifier's own frozen lm_head."""
         ids = None if len(self.target_ids) == self.config.vocab_size else self.target_ids
         return verifier.logits(hidden.to(verifier.dtype), ids).float().log_softmax(-1)
-
-    @abstractmethod
-    def first_draft(self, batch: Batch, features: Features, verifier: Verifier, where: Tensor) -> Tensor:
-        """log q [N, Q] of token t + 2, the root's child, at the positions t where `where` [B, T] is true, in row order."""
-
-    @abstractmethod
-    def begin(self, verifier: Verifier, batch: int, capacity: int) -> DraftSession:
-        """Start drafting for `batch` sequences of at most `capacity` tokens."""
 
 
 def columns_of(target_ids: Tensor, vocab_size: int) -> Tensor:

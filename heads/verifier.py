@@ -158,10 +158,11 @@ class Verifier:
     def decode(self, ids: Tensor, tree: Tensor, depth: Tensor, cache: RaggedCache, layers: Sequence[int] = ()) -> Features:
         """Run new tokens ids [B, T] after what the cache holds; nothing is committed.
 
-        tree: bool [B or 1, T, T], who sees whom among the new tokens; depth: [B or 1, T], position after the row's length.
+        tree: bool [B or 1, T, N], whom the new tokens see among the N uncommitted ones, of which they are the last; depth:
+        [B or 1, N], position after the row's length.
         """
         starts = torch.tensor(cache.lengths, device=ids.device)[:, None]
-        positions = (starts + depth).clamp(max=self.facts.max_position_embeddings - 1)
+        positions = (starts + depth[:, -ids.shape[1] :]).clamp(max=self.facts.max_position_embeddings - 1)
         mask = self._masks({kind: visible(cache.lengths, tree, depth, window) for kind, window in self._windows.items()})
         extra = {self._cache_argument: cache, "use_cache": True}
         with self._captured(layers) as states:

@@ -14,6 +14,7 @@ from .recipe_faults import RecipeError, nearest, tell
 from .recipe_files import read_document, yaml_text
 from .sections.base import Section
 from .sections.data import DataSection
+from .sections.drafter import USES_HEAD
 from .sections.evaluation import EvaluationSection
 from .sections.head import Eagle3Section, HeadSection, MedusaSection, MtpSection
 from .sections.tracking import TrackingSection
@@ -54,6 +55,8 @@ class Recipe(Section):
     @classmethod
     def _draftable(cls, evaluation: EvaluationSection, info: ValidationInfo) -> EvaluationSection:
         head = info.data.get("head")  # None where it has faults of its own
+        if not any(drafter.kind in USES_HEAD for drafter in evaluation.drafters):
+            return evaluation
         deepest, parts = None, "heads"
         if isinstance(head, MedusaSection):
             deepest = head.heads

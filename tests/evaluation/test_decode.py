@@ -140,15 +140,13 @@ def test_extend_stops_at_the_first_stop_token_and_at_the_budget() -> None:
     assert answer.tokens == [1, 2]
 
 
-def test_record_writes_each_row_into_its_own_answer(verifier: Verifier) -> None:
-    verifier.facts = dataclasses.replace(verifier.facts, stop_ids=(31,))
+def test_record_writes_each_row_into_its_own_answer() -> None:
     done = [Decoded(tokens=[1], sources=["prefill"]) for _ in range(4)]
-    paths = torch.tensor([[10, 11, 12], [20, 21, 21], [30, 31, 32]])
-    accepted, bonus = torch.tensor([2, 0, 2]), torch.tensor([13, 22, 33])
-    assert record(done, [0, 2, 3], [5, 6, 7], paths, accepted, bonus, 4, 50, verifier) == 3 + 1 + 1
+    told = [[2, 4, 10, 11, 12, 13], [0, 4, 20, 21, 21, 22], [2, 3, 30, 31, 32, 33]]
+    assert record(done, [0, 2, 3], [5, 6, 7], told, 50, (31,)) == 3 + 1 + 1
     assert [answer.tokens for answer in done] == [[1, 11, 12, 13], [1], [1, 22], [1, 31]]
     assert done[0].sources == ["prefill", "drafted", "drafted", "bonus"]
-    assert [answer.rounds for answer in done] == [[Round(5, 3, 4)], [], [Round(6, 1, 4)], [Round(7, 1, 4)]]
+    assert [answer.rounds for answer in done] == [[Round(5, 3, 4)], [], [Round(6, 1, 4)], [Round(7, 1, 3)]]
 
 
 def test_the_clock_charges_every_moment_once(monkeypatch: pytest.MonkeyPatch) -> None:

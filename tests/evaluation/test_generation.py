@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import headstart
 from headstart import DynamicTree, Verifier, chain, load_head, save_head, speculative_generate, speculative_stream
 from headstart.errors import UserError
+from headstart.evaluation.ngrams import PromptLookup
 
 Build = Callable[..., Any]
 CHATML = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -37,6 +38,13 @@ def greedy(verifier: Verifier, ids: list[int], budget: int) -> list[int]:
         if out[-1] in verifier.facts.stop_ids:
             break
     return out[len(ids) :]
+
+
+def test_the_answer_with_prompt_lookup_is_the_verifiers_own(talking: Verifier) -> None:
+    asked = talking.tokenizer("<user>ho ho ho<a>").input_ids
+    lookup = PromptLookup(258, torch.device("cpu"), longest=1, shortest=1)
+    answer = speculative_generate(talking, lookup, chain(3), asked, max_new_tokens=20)
+    assert answer.tokens == greedy(talking, asked, 20)
 
 
 @pytest.mark.parametrize("tree", [chain(3), DynamicTree(3, 3, 9)])

@@ -100,6 +100,8 @@ def test_defaults(write: Any) -> None:
         },
         "evaluation": {
             "trees": [{"kind": "chain", "depth": 4}],
+            "drafters": [{"kind": "head"}],
+            "prompt_files": [],
             "dtype": None,
             "temperatures": [0.0],
             "rule": "candidates",

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from .base import Section
+from .drafter import Drafters, HeadDrafterSection
 from .tree import ChainSection, TreeSection
 
 
@@ -13,6 +14,16 @@ class EvaluationSection(Section):
 
     trees: tuple[TreeSection, ...] = Field(
         default=(ChainSection(depth=4),), strict=False, min_length=1, description="a list of trees, each evaluated"
+    )
+    drafters: Drafters = Field(
+        default=(HeadDrafterSection(),),
+        strict=False,
+        min_length=1,
+        description="a list of drafters, each evaluated: head, prompt_lookup, lookahead, hierarchical, truncated:LAYERS or "
+        "model:MODEL",
+    )
+    prompt_files: tuple[str, ...] = Field(
+        default=(), strict=False, description="a list of chat files or folders to evaluate on; empty is the held-out ones"
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None, description="of the verifier's weights while judging; null is verifier.dtype"

@@ -3,17 +3,19 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .build import build_evaluator, build_judge, build_samplings, build_settings, build_tree, build_verifier
+from .build import build_evaluator, build_judge, build_prompts, build_samplings, build_settings, build_tree, build_verifier
 from .build_data import Conversations, build_conversations, build_samples
 from .build_heads import build_head, needed_layers
 from .data.chat import Sample
 from .data.features import FeatureSource
 from .data.packing import batch_plan
 from .errors import UserError
+from .evaluation.diagnosis import Diagnosis
+from .evaluation.doctor import examine
 from .evaluation.evaluate import Evaluator
 from .evaluation.lossless import Gate, own_proof, proof
 from .heads.base import DraftHead, check_fits
@@ -21,7 +23,7 @@ from .heads.files import write_text
 from .heads.hub import load_head
 from .heads.verifier import Verifier
 from .progress import progress_bar, say
-from .runs import START, check_claim, claim
+from .runs import START, check_claim, claim, open_run, record_training, training_record
 from .training.recipe import Recipe, load_recipe
 from .training.sections.head import HeadSection
 from .training.trainer import fit
@@ -78,6 +80,7 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     assert not head.needs or head.needs == workshop.layers, "the workshop was opened for other layers"
     claim(run_folder, recipe)  # only now: bad input leaves no folder behind
     workshop.conversations.skips.write(run_folder / "skipped.jsonl")
+    record_training(run_folder, head, verifier, workshop.layers if head.needs else ())
     fit(
         head,
         verifier,
@@ -154,6 +157,23 @@ def lossless(run_folder: Path | None, tokens: int, seed: int = 0) -> Iterator[Ga
     if judges:
         with progress_bar("sampling text", tokens, unit="tokens") as bar:
             yield from own_proof(judges, head, trees, tokens, seed, bar)
+
+
+def doctor(run_folder: Path, prompts: int, tokens: int) -> Diagnosis:
+    """Compare training and decoding of the run's head on the verifier's answers to held-out prompts."""
+    recipe, head, verifier = open_run(run_folder)
+    asked = build_prompts(verifier, build_conversations(recipe).holdout, prompts)
+    ids, names = [prompt.ids for prompt in asked], [prompt.id for prompt in asked]
+    diagnosis = examine(head, verifier, ids, names, tokens, training_record(run_folder))
+    return replace(diagnosis, accuracy=diagnosis.accuracy | {"logged": logged_accuracy(run_folder)})
+
+
+def logged_accuracy(run_folder: Path) -> list[float]:
+    """By depth, as training logged it last; empty where it did not."""
+    path = run_folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    found = [line["accuracy_by_depth"] for line in map(json.loads, lines) if "accuracy_by_depth" in line]
+    return list(found[-1]) if found else []
 
 
 def in_float32(recipe: Recipe) -> Recipe:

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Group
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from .evaluation.diagnosis import Diagnosis
     from .evaluation.lossless import Gate
 
 
@@ -29,3 +31,23 @@ def gates_table(gates: "Sequence[Gate]") -> Table:
         verdict = "passed" if gate.passed else "[bold red]FAILED[/]"
         table.add_row(gate.part, gate.name, f"{gate.measure} {gate.value:.3g}", gate.needed, verdict, gate.note)
     return table
+
+
+def diagnosis_tables(diagnosis: "Diagnosis") -> Group:
+    """What `headstart doctor` found: accuracy by depth, the checks, and the first place where training and decoding part."""
+    shares = Table("depth", "labels", "hit, training", "hit, decoding", "hit, the loss", "logged in training")
+    found = diagnosis.accuracy
+    for k, labels in enumerate(found["labels"]):
+        names = ("training", "decoding", "loss", "logged")
+        cells = [found[name][k] if k < len(found[name]) else None for name in names]
+        shares.add_row(str(k + 1), str(labels), *("-" if cell is None else f"{cell:.3f}" for cell in cells))
+    checks = Table("check", "", "found")
+    for check in diagnosis.checks:
+        verdict = {True: "healthy", False: "[bold red]PARTS[/]", None: "-"}[check.healthy]
+        checks.add_row(check.name, verdict, check.note)
+    first = diagnosis.first
+    if first is None:
+        return Group(shares, checks, "training and decoding agree")
+    places = {"depth": first.depth, "prompt": first.text, "position": first.position}
+    place = ", ".join(f"{name} {value}" for name, value in places.items() if value is not None)
+    return Group(shares, checks, f"first parting: {first.name}{f' ({place})' if place else ''}; likely cause: {first.cause}")

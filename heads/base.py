@@ -122,8 +122,15 @@ class DraftHead(nn.Module, ABC):
         return verifier.logits(hidden.to(verifier.dtype), ids).float().log_softmax(-1)
 
     @abstractmethod
+    def predictions(
+        self, batch: Batch, features: Features, verifier: Verifier, where: Tensor, depths: int
+    ) -> list[Tensor]:  # fmt: skip
+        """As the loss sees it, the true tokens before each: for each of the first `depths` depths k, log q [N, Q] of token
+        t + 2 + k at the positions t where `where` [B, T] is true, in row order."""
+
     def first_draft(self, batch: Batch, features: Features, verifier: Verifier, where: Tensor) -> Tensor:
-        """log q [N, Q] of token t + 2, the root's child, at the positions t where `where` [B, T] is true, in row order."""
+        """log q [N, Q] of token t + 2, the root's child."""
+        return self.predictions(batch, features, verifier, where, 1)[0]
 
     @abstractmethod
     def begin(self, verifier: Verifier, batch: int, capacity: int) -> DraftSession:

@@ -18,12 +18,14 @@ from .evaluation.diagnosis import Diagnosis
 from .evaluation.doctor import examine
 from .evaluation.evaluate import Evaluator
 from .evaluation.lossless import Gate, own_proof, proof
+from .evaluation.record import made_with
 from .heads.base import DraftHead, check_fits
 from .heads.files import write_text
 from .heads.hub import load_head
 from .heads.verifier import Verifier
 from .progress import progress_bar, say
-from .runs import START, check_claim, claim, open_run, record_training, training_record
+from .provenance import provenance
+from .runs import START, check_claim, claim, open_run, read_provenance, write_provenance
 from .training.recipe import Recipe, load_recipe
 from .training.sections.head import HeadSection
 from .training.trainer import fit
@@ -80,7 +82,8 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     assert not head.needs or head.needs == workshop.layers, "the workshop was opened for other layers"
     claim(run_folder, recipe)  # only now: bad input leaves no folder behind
     workshop.conversations.skips.write(run_folder / "skipped.jsonl")
-    record_training(run_folder, head, verifier, workshop.layers if head.needs else ())
+    layers = workshop.layers if head.needs else ()
+    write_provenance(run_folder, provenance(verifier, training) | {"head": made_with(head, layers)})
     fit(
         head,
         verifier,
@@ -164,7 +167,7 @@ def doctor(run_folder: Path, prompts: int, tokens: int) -> Diagnosis:
     recipe, head, verifier = open_run(run_folder)
     asked = build_prompts(verifier, build_conversations(recipe).holdout, prompts)
     ids, names = [prompt.ids for prompt in asked], [prompt.id for prompt in asked]
-    diagnosis = examine(head, verifier, ids, names, tokens, training_record(run_folder))
+    diagnosis = examine(head, verifier, ids, names, tokens, read_provenance(run_folder))
     return replace(diagnosis, accuracy=diagnosis.accuracy | {"logged": logged_accuracy(run_folder)})
 
 

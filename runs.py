@@ -1,20 +1,18 @@
 """Run folders: whose recipe one holds, and its head with the verifier it was trained for."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .build import build_judge
 from .errors import UserError
-from .evaluation.record import made_with
 from .heads.base import DraftHead, check_fits
 from .heads.files import write_text
 from .heads.hub import load_head
 from .heads.verifier import Verifier
 from .training.recipe import Recipe, load_recipe, recipe_yaml
 
-TRAINED = "trained.json"  # in a run folder: what its head was made with
+PROVENANCE = "provenance.json"  # in a run folder: what its head was made of and trained on
 START = "start"  # in a run folder: an imported head that training goes on from
 
 
@@ -27,14 +25,15 @@ def open_run(run_folder: Path) -> tuple[Recipe, DraftHead, Verifier]:
     return recipe, head.to(verifier.device), verifier
 
 
-def record_training(run_folder: Path, head: DraftHead, verifier: Verifier, layers: Sequence[int]) -> None:
-    """Keep what the head is made with, unless the folder's training began before."""
+def write_provenance(run_folder: Path, provenance: dict[str, Any]) -> None:
+    """Keep what the head is made of and trained on, unless the folder's training began before."""
     if not (run_folder / "checkpoints").exists():
-        write_text(run_folder / TRAINED, json.dumps(made_with(head, verifier, layers), indent=1) + "\n")
+        write_text(run_folder / PROVENANCE, json.dumps(provenance, indent=1) + "\n")
 
 
-def training_record(run_folder: Path) -> dict[str, Any] | None:
-    path = run_folder / TRAINED
+def read_provenance(run_folder: Path) -> dict[str, Any] | None:
+    """None where the head was not trained here."""
+    path = run_folder / PROVENANCE
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
     except (OSError, ValueError) as error:

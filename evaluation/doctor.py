@@ -29,7 +29,7 @@ def examine(
 ) -> Diagnosis:  # fmt: skip
     """Let the verifier answer the prompts (`names` are their ids) and compare training and decoding on what it wrote.
 
-    record: `made_with` of the training run, None where there is none. Raises UserError when no answer is long enough.
+    record: the run's provenance, None where there is none. Raises UserError when no answer is long enough.
     """
     checks = list(by_record(head, verifier, record))
     if checks[-1].healthy is False:  # columns without tokens: nothing can be drafted

@@ -17,47 +17,51 @@ CAUSES = {
 }  # fmt: skip
 
 
-def digest(value: Any) -> str:
-    return hashlib.blake2b(str(value).encode(), digest_size=16).hexdigest()
-
-
-def made_with(head: DraftHead, verifier: Verifier, layers: Sequence[int]) -> dict[str, Any]:
-    """What a head is trained with, to be kept beside it. layers: those whose states its features hold."""
-    return {
-        "template": template_digest(verifier),
-        "layers": list(layers),
-        "vocabulary": digest(head.target_ids.tolist()),
-        "config": head.config.model_dump(mode="json"),
-    }
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def template_digest(verifier: Verifier) -> str:
-    return digest(getattr(verifier.tokenizer, "chat_template", None))
+    return digest(str(getattr(verifier.tokenizer, "chat_template", None) or ""))
+
+
+def vocabulary_digest(head: DraftHead) -> str:
+    return digest(str(head.target_ids.tolist()))
+
+
+def made_with(head: DraftHead, layers: Sequence[int]) -> dict[str, Any]:
+    """What decoding must find again. layers: those whose states the training features hold."""
+    config = head.config.model_dump(mode="json")
+    return {"layers": list(layers), "vocabulary": vocabulary_digest(head), "config": config}
 
 
 def by_record(head: DraftHead, verifier: Verifier, record: dict[str, Any] | None) -> Iterator[Check]:
-    """What the head folder and the verifier say today against what training was done with, and the vocabulary by itself."""
+    """What the head folder and the verifier say today against what training was done with, and the vocabulary by itself.
+
+    record: the run's provenance, None where there is none.
+    """
+    trained = None if record is None else record.get("head")
+    unknown = "provenance.json does not say: the head was not trained here, or before this was recorded"
     if record is None:
-        note = "no trained.json: the head was not trained here, or before this was recorded"
-        yield from (Check(name, None, note) for name in ("template", "configuration"))
+        yield Check("template", None, unknown)
     else:
         same = record["template"] == template_digest(verifier)
         note = "the chat template of training" if same else "the verifier's chat template is not the one of training"
         yield Check("template", same, note, None if same else "template")
-        yield of_configuration(head, record)
+    yield Check("configuration", None, unknown) if trained is None else of_configuration(head, trained)
     ids = head.target_ids
     fault = vocabulary_fault(ids, head.config.vocab_size)
-    if fault is None and record is not None and record["vocabulary"] != digest(ids.tolist()):
+    if fault is None and trained is not None and trained["vocabulary"] != vocabulary_digest(head):
         fault = "its tokens are not those of training"
     note = f"{len(ids)} of {head.config.vocab_size} tokens"
     yield Check("vocabulary", not fault, fault or note, "vocabulary map" if fault else None)
 
 
-def of_configuration(head: DraftHead, record: dict[str, Any]) -> Check:
-    now, then = head.config.model_dump(mode="json"), record["config"]
+def of_configuration(head: DraftHead, trained: dict[str, Any]) -> Check:
+    now, then = head.config.model_dump(mode="json"), trained["config"]
     differing = [name for name in now if name not in LEARNING and now[name] != then.get(name, now[name])]
-    if list(head.needs) != record["layers"]:
-        return Check("configuration", False, f"the head reads states {list(head.needs)}, training read {record['layers']}",
+    if list(head.needs) != trained["layers"]:
+        return Check("configuration", False, f"the head reads states {list(head.needs)}, training read {trained['layers']}",
                      "layer ids")  # fmt: skip
     if differing:
         name = differing[0]

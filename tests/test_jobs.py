@@ -198,7 +198,7 @@ def test_the_doctor_names_what_was_changed_after_training(
 ) -> None:  # fmt: skip
     """The verifier's chat template, the head's layer ids, its vocabulary; a run without a record is judged by what it does."""
     shutil.copytree(verifier, tmp_path / "verifier")
-    folder, record, config = (tmp_path / name for name in ("run", "run/trained.json", "run/head/config.json"))
+    folder, record, config = (tmp_path / name for name in ("run", "run/provenance.json", "run/head/config.json"))
     recipe = write_recipe("eagle3", verifier__model=str(tmp_path / "verifier"), training__steps=1)
     assert headstart("train", recipe, "--run-folder", folder).code == 0
 

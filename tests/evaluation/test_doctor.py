@@ -12,7 +12,7 @@ from headstart.data.features import compute
 from headstart.evaluation import parity
 from headstart.evaluation.diagnosis import Check, Diagnosis
 from headstart.evaluation.doctor import examine
-from headstart.evaluation.record import made_with
+from headstart.evaluation.record import made_with, template_digest
 from headstart.heads import generate, medusa, mtp, recurrent
 from headstart.heads.base import DraftHead
 from headstart.heads.cache import Ancestry
@@ -61,6 +61,11 @@ def diagnose(head: DraftHead, verifier: Verifier, record: dict[str, Any] | None 
     return examine(head.eval(), verifier, PROMPTS, NAMES, TOKENS, record)
 
 
+def recorded(head: DraftHead, verifier: Verifier) -> dict[str, Any]:
+    """What a run folder keeps, for the doctor."""
+    return {"template": template_digest(verifier), "head": made_with(head, head.needs)}
+
+
 def first(head: DraftHead, verifier: Verifier, record: dict[str, Any] | None = None) -> Check:
     found = diagnose(head, verifier, record).first
     assert found is not None
@@ -70,7 +75,7 @@ def first(head: DraftHead, verifier: Verifier, record: dict[str, Any] | None = N
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_healthy_head_passes(kind: str, verifier: Verifier, build: Any) -> None:
     head = KINDS[kind](build, verifier)
-    record = made_with(head, verifier, head.needs)
+    record = recorded(head, verifier)
     found = diagnose(head, verifier, record)
     assert found.first is None, found.first
     assert [(check.name, check.healthy) for check in found.checks] == [
@@ -120,7 +125,7 @@ class Words:
 def test_another_chat_template_is_named(verifier: Verifier, build: Any) -> None:
     verifier.tokenizer = Words()
     head = build("medusa")(verifier)
-    record = made_with(head, verifier, ())
+    record = recorded(head, verifier)
     assert diagnose(head, verifier, record).first is None
     verifier.tokenizer.chat_template += " "
     found = first(head, verifier, record)
@@ -140,9 +145,9 @@ def test_another_chat_template_is_named(verifier: Verifier, build: Any) -> None:
 def test_a_changed_configuration_is_named(field: str, value: Any, cause: str, verifier: Verifier, build: Any) -> None:
     """As an edited head/config.json: training and decoding agree on it, and both differ from what was trained."""
     trained = build("eagle3")(verifier)
-    record = made_with(trained, verifier, trained.needs)
+    record = recorded(trained, verifier)
     if field == "num_key_value_heads":
-        record["config"][field] = value
+        record["head"]["config"][field] = value
         head = trained
     else:
         head = Eagle3Head(trained.config.model_copy(update={field: value}), trained.target_ids)
@@ -154,7 +159,7 @@ def test_a_changed_configuration_is_named(field: str, value: Any, cause: str, ve
 
 def test_what_a_head_learns_by_may_change(verifier: Verifier, build: Any) -> None:
     head = build("eagle3")(verifier)
-    record = made_with(head, verifier, head.needs)
+    record = recorded(head, verifier)
     head.config = head.config.model_copy(update={"decay": 0.5, "loss": "kl"})
     assert diagnose(head, verifier, record).first is None
 
@@ -178,7 +183,7 @@ def beyond(ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("fault", [permuted, offsets, moved_by_one, beyond], ids=lambda fault: fault.__name__)
 def test_a_broken_vocabulary_map_is_named(fault: Any, verifier: Verifier, build: Any) -> None:
     head = build("eagle3")(verifier)
-    record = made_with(head, verifier, head.needs)
+    record = recorded(head, verifier)
     head.target_ids = fault(head.target_ids)
     found = first(head, verifier, record)
     assert (found.name, found.cause) == ("vocabulary", "vocabulary map")

@@ -17,6 +17,7 @@ from .errors import UserError
 from .evaluation.diagnosis import Diagnosis
 from .evaluation.doctor import examine
 from .evaluation.evaluate import Evaluator
+from .evaluation.look import look
 from .evaluation.lossless import Gate, own_proof, proof
 from .evaluation.record import made_with
 from .heads.base import DraftHead, check_fits
@@ -91,7 +92,7 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
         plan,
         build_settings(recipe),
         run_folder,
-        lambda h: brief(workshop.evaluator.acceptance(h, tree, section.evaluate_prompts)),
+        lambda h: told(look(workshop.evaluator, h, tree, section.evaluate_prompts, section.evaluate_seconds)),
     )
 
 
@@ -111,8 +112,12 @@ def start_from(folder: Path, section: HeadSection) -> DraftHead:
     return head
 
 
-def brief(metrics: dict[str, Any]) -> dict[str, Any]:
-    return {name: metrics[name] for name in ("tau", "survival", "rounds", "emitted")}
+def told(found: dict[str, Any]) -> dict[str, Any]:
+    """A look, after a word where its time was too short for all prompts."""
+    if found["prompts"] < found["of"]:
+        say(f"held out: {found['prompts']} of {found['of']} prompts fit into training.evaluate_seconds; heads are compared on "
+            "the prompts that both were judged on")  # fmt: skip
+    return found
 
 
 def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop | None = None) -> dict[str, Any]:

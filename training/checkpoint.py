@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,11 +16,13 @@ from ..heads.files import replace_folder
 
 @dataclass
 class Progress:
-    """Plain numbers of a run. step: optimizer steps done; best_tau: of the head in `head/`; seconds: training time so far."""
+    """Plain numbers of a run. step: optimizer steps done; best_tau, best_by_prompt: of the head in `head/`, and [emitted,
+    rounds] of each prompt it was judged on; seconds: training time so far."""
 
     step: int = 0
     best_tau: float = 0.0
     seconds: float = 0.0
+    best_by_prompt: list[list[int]] = field(default_factory=list)
 
 
 class Checkpoints:

@@ -19,11 +19,12 @@ from ..heads.hub import save_head
 from ..heads.losses import HeadLoss
 from ..heads.verifier import Verifier
 from ..progress import progress_bar
+from .best import better
 from .checkpoint import Checkpoints, Progress
 from .muon import Muon
 from .tracking import Metrics
 
-Evaluate = Callable[[DraftHead], dict[str, Any]]  # held-out decoding: at least {"tau": ..}
+Evaluate = Callable[[DraftHead], dict[str, Any]]  # held-out decoding: at least {"tau": ..}, as `look` gives it
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,9 @@ def judge(head: DraftHead, evaluate: Evaluate, progress: Progress, metrics: Metr
     head.train()
     metrics.log(progress.step, held_out=held_out)
     tau = held_out["tau"] or 0.0  # None: every answer ended before its first round
-    if tau > progress.best_tau or not (run_folder / "head").exists():
-        progress.best_tau = tau
+    by_prompt = held_out.get("by_prompt", [])
+    if better(tau, by_prompt, progress.best_tau, progress.best_by_prompt) or not (run_folder / "head").exists():
+        progress.best_tau, progress.best_by_prompt = tau, by_prompt
         save_head(head, run_folder / "head")
 
 

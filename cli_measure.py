@@ -86,6 +86,29 @@ def doctor(
 
 
 @app.command()
+def analyse(
+    run: Annotated[Path, typer.Argument(help="A run folder with its evaluation.json.")],
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that the verifier answers.")] = 16,
+    tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 64,
+    cost: Annotated[float | None, typer.Option(min=0, help="Of a draft in verifier passes; default: as timed.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write analysis.json and the run's page with its pictures.
+
+    alpha against KL during training, how many drafts pay, top-k accuracy by depth, tau by kind of text and context.
+    """
+    check_run(run)
+    from .evaluation.report import write_report
+    from .jobs import analyse
+    from .tables import analysis_tables
+
+    with redirect_stdout(sys.stderr):
+        analysis = analyse(run, prompts, tokens, cost)
+        page = write_report([run], run / "report.html")
+    show(analysis.model_dump() if as_json else analysis_tables(analysis, page))
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders to compare.")],
     output: Annotated[Path | None, typer.Option(help="Default: report.html in the run folder, or beside several.")] = None,

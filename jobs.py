@@ -14,12 +14,17 @@ from .data.chat import Sample
 from .data.features import FeatureSource
 from .data.packing import batch_plan
 from .errors import UserError
+from .evaluation.analysis import analyse as analyse_run
+from .evaluation.analysis_file import Analysis
 from .evaluation.diagnosis import Diagnosis
 from .evaluation.doctor import examine
 from .evaluation.evaluate import Evaluator
 from .evaluation.look import look
 from .evaluation.lossless import Gate, own_proof, proof
+from .evaluation.parity import write_texts
 from .evaluation.record import made_with
+from .evaluation.run_folder import read_run
+from .evaluation.top_k import top_k
 from .heads.base import DraftHead, check_fits
 from .heads.files import write_text
 from .heads.hub import load_head
@@ -174,6 +179,18 @@ def doctor(run_folder: Path, prompts: int, tokens: int) -> Diagnosis:
     ids, names = [prompt.ids for prompt in asked], [prompt.id for prompt in asked]
     diagnosis = examine(head, verifier, ids, names, tokens, read_provenance(run_folder))
     return replace(diagnosis, accuracy=diagnosis.accuracy | {"logged": logged_accuracy(run_folder)})
+
+
+def analyse(run_folder: Path, prompts: int, tokens: int, cost: float | None) -> Analysis:
+    """Write analysis.json: what the run's files say, and top-k accuracy on the verifier's answers to held-out prompts."""
+    run = read_run(run_folder)
+    recipe, head, verifier = open_run(run_folder)
+    asked = [prompt.ids for prompt in build_prompts(verifier, build_conversations(recipe).holdout, prompts)]
+    deepest = max(tree.depth for tree in recipe.evaluation.trees)
+    depths = deepest if head.depth is None else head.depth
+    analysis = analyse_run(run, top_k(head, verifier, write_texts(head, verifier, asked, tokens), depths), cost)
+    write_text(run_folder / "analysis.json", analysis.model_dump_json(indent=1) + "\n")
+    return analysis
 
 
 def logged_accuracy(run_folder: Path) -> list[float]:

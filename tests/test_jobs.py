@@ -181,6 +181,14 @@ def test_a_head_from_chat_file_to_page(kind: str, write_recipe: Callable[..., Pa
     assert (diagnosis["healthy"], diagnosis["first"]) == (True, None)
     assert diagnosis["accuracy"]["logged"] == [line for line in metrics if "loss" in line][-1]["accuracy_by_depth"]
 
+    analysed = headstart("analyse", folder, "--prompts", 2)
+    assert analysed.code == 0, analysed.err
+    assert analysed.out.splitlines()[-1].rstrip() == f"pictures: {folder / 'report.html'}"
+    analysis = json.loads((folder / "analysis.json").read_text(encoding="utf-8"))
+    assert [look["step"] for look in analysis["stages"]["looks"]] == [3, 6]
+    assert analysis["lengths"]["measured"][0]["tau"] == evaluation["results"][0]["tau"]
+    assert len(analysis["top_k"]) == 3
+
     reported = headstart("report", folder)
     assert (reported.code, reported.out.strip()) == (0, str(folder / "report.html"))
     page = (folder / "report.html").read_text(encoding="utf-8")

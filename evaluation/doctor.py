@@ -20,6 +20,7 @@ from .supervision import of_loss, of_mask
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # share of the largest value by which equal things may differ
 COARSE = 0.1  # in half precision
+TIES = 0.01  # share of the labels that ties may decide one way or the other
 NOT_COUNTED: dict[str, list[int]] = {"labels": [], "correct": []}
 
 
@@ -46,7 +47,7 @@ def examine(
     checks.append(of_mask(head, texts, supervised, names))
     if checks[-1].healthy is False:
         return Diagnosis([*checks, Check("labels", None, "not counted under a wrong mask")], accuracy(found, NOT_COUNTED))
-    check, logged = of_loss(head, verifier, texts, supervised)
+    check, logged = of_loss(head, verifier, texts, supervised, TIES if verifier.dtype in TOLERANCE else COARSE)
     return Diagnosis([*checks, check], accuracy(found, logged))
 
 

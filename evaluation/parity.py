@@ -153,4 +153,4 @@ def order(parting: Parting) -> tuple[int, int, int]:
 
 def apart(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
     """bool [..]: whether the largest difference over the last dimension is more than a share of the largest value."""
-    return ~((a - b).abs().amax(-1) <= tolerance * a.abs().amax(-1).clamp(min=1.0))
+    return ~((a - b).abs().amax(-1) <= tolerance * a.abs().amax(-1).clamp(min=1e-6))

@@ -57,9 +57,12 @@ def shifted_back(x_BT: Tensor) -> Tensor:
 
 @torch.no_grad()
 def of_loss(
-    head: DraftHead, verifier: Verifier, texts: Texts, supervised: Tensor
+    head: DraftHead, verifier: Verifier, texts: Texts, supervised: Tensor, slack: float
 ) -> tuple[Check, dict[str, list[int]]]:  # fmt: skip
-    """Whether the hits that the training loss counts are first choices that decoding would see accepted."""
+    """Whether the hits that the training loss counts are first choices that decoding would see accepted.
+
+    slack: share of the labels that ties may decide otherwise.
+    """
     loss = head.loss(texts.batch, texts.trained, verifier)
     logged = {"labels": loss.counts.tolist(), "correct": loss.correct.tolist()}
     where = supervised.any(0)
@@ -76,7 +79,8 @@ def of_loss(
         return found
 
     def near(found: list[int]) -> bool:
-        return all(abs(a - b) <= max(1, n // 100) for a, b, n in zip(found, logged["correct"], logged["labels"], strict=True))
+        triples = zip(found, logged["correct"], logged["labels"], strict=True)
+        return all(abs(ours - its) <= max(1.0, n * slack) for ours, its, n in triples)
 
     right = hits(texts.batch.ids, True)
     if logged["labels"] == supervised.flatten(1).sum(1).tolist() and near(right):

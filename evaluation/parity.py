@@ -12,9 +12,10 @@ from itertools import count
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..data.chat import Sample
-from ..data.features import compute, pad
+from ..data.features import compute
 from ..data.packing import collate
 from ..heads.base import Batch, DraftHead, shifted
 from ..heads.generate import generate_with_features
@@ -48,8 +49,8 @@ def write_texts(head: DraftHead, verifier: Verifier, prompts: Sequence[Sequence[
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
     batch = collate(samples, verifier.device)
-    decoded = Features(pad([f.last for f in states], 0.0).to(verifier.device),
-                       pad([f.layers for f in states], 0.0).to(verifier.device))  # fmt: skip
+    last, layers = (pad_sequence(part, batch_first=True) for part in ([f.last for f in states], [f.layers for f in states]))
+    decoded = Features(last.to(verifier.device), layers.to(verifier.device))
     return Texts(batch, [len(prompt) for prompt in prompts], compute(verifier, batch, head.needs), decoded)
 
 

@@ -87,6 +87,14 @@ def test_a_healthy_head_passes(kind: str, verifier: Verifier, build: Any) -> Non
     assert found.accuracy["training"] == found.accuracy["decoding"]
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "gemma3", "mistral", "granite", "stablelm"])
+def test_a_healthy_head_of_any_family_passes(family: str, tiny: Callable[..., Verifier], build: Any) -> None:
+    verifier = tiny(family, eos_token_id=None)
+    for kind in ("medusa", "eagle3", "mtp sequential"):
+        found = diagnose(KINDS[kind](build, verifier), verifier)
+        assert found.first is None, (kind, found.first)
+
+
 def test_accuracy_is_counted_by_hand(verifier: Verifier, build: Any) -> None:
     """Medusa's prediction at t, from transformers' own states, against the token at t + 2 + k of the greedy text."""
     head = build("medusa")(verifier).eval()

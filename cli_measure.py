@@ -128,6 +128,55 @@ def advise(
 
 
 @app.command()
+def doctor(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that the verifier answers.")] = 8,
+    tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 64,
+    as_json: Json = False,
+) -> None:
+    """Find where training and decoding of a head part.
+
+    Exits with 1 when they do, with the first place and the likely cause.
+    """
+    check_run(run)
+    from .jobs import doctor
+    from .tables import diagnosis_tables
+
+    with redirect_stdout(sys.stderr):
+        diagnosis = doctor(run, prompts, tokens)
+    first = diagnosis.first
+    if as_json:
+        show(asdict(diagnosis) | {"healthy": first is None, "first": None if first is None else asdict(first)})
+    else:
+        show(diagnosis_tables(diagnosis))
+    if first is not None:
+        raise typer.Exit(1)
+
+
+@app.command()
+def analyse(
+    run: Annotated[Path, typer.Argument(help="A run folder with its evaluation.json.")],
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that the verifier answers.")] = 16,
+    tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 64,
+    cost: Annotated[float | None, typer.Option(min=0, help="Of a draft in verifier passes; default: as timed.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write analysis.json and the run's page with its pictures.
+
+    alpha against KL during training, how many drafts pay, top-k accuracy by depth, tau by kind of text and context.
+    """
+    check_run(run)
+    from .evaluation.report import write_report
+    from .jobs import analyse
+    from .tables import analysis_tables
+
+    with redirect_stdout(sys.stderr):
+        analysis = analyse(run, prompts, tokens, cost)
+        page = write_report([run], run / "report.html")
+    show(analysis.model_dump() if as_json else analysis_tables(analysis, page))
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders to compare.")],
     output: Annotated[Path | None, typer.Option(help="Default: report.html in the run folder, or beside several.")] = None,

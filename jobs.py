@@ -3,11 +3,20 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .build import build_evaluator, build_judge, build_samplings, build_settings, build_texts, build_tree, build_verifier
+from .build import (
+    build_evaluator,
+    build_judge,
+    build_prompts,
+    build_samplings,
+    build_settings,
+    build_texts,
+    build_tree,
+    build_verifier,
+)
 from .build_data import Conversations, build_conversations, build_samples, check_author, held_out
 from .build_drafters import build_drafters
 from .build_features import fill_features
@@ -20,9 +29,18 @@ from .data.features import FeatureSource, OriginalFeatures
 from .data.packing import batch_plan
 from .data.stored import StoredFeatures
 from .errors import UserError
+from .evaluation.analysis import analyse as analyse_run
+from .evaluation.analysis_file import Analysis
+from .evaluation.diagnosis import Diagnosis
+from .evaluation.doctor import examine
 from .evaluation.evaluate import Evaluator
+from .evaluation.look import look
 from .evaluation.lossless import Gate, own_proof, proof
+from .evaluation.parity import write_texts
 from .evaluation.quality import quality
+from .evaluation.record import made_with
+from .evaluation.run_folder import read_run
+from .evaluation.top_k import top_k
 from .heads.base import DraftHead, check_fits
 from .heads.files import write_text
 from .heads.hub import load_head
@@ -31,7 +49,7 @@ from .heads.verifier import Verifier
 from .progress import progress_bar, say
 from .provenance import provenance
 from .ranks import in_turn, is_first
-from .runs import START, check_claim, claim, learns_adapter, run_recipe
+from .runs import START, check_claim, claim, learns_adapter, open_run, read_provenance, run_recipe, write_provenance
 from .training.compiling import compile_layers
 from .training.recipe import Recipe
 from .training.strategies.sharded import leading
@@ -119,7 +137,8 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     if is_first():
         claim(run_folder, recipe)  # only now: bad input leaves no folder behind
         workshop.conversations.skips.write(run_folder / "skipped.jsonl")
-        write_text(run_folder / "provenance.json", json.dumps(provenance(verifier, training), indent=1) + "\n")
+        layers = workshop.layers if head.needs else ()
+        write_provenance(run_folder, provenance(verifier, training) | {"head": made_with(head, layers)})
     options = recipe.tracking.wandb.model_dump() if recipe.tracking.wandb else None
     with wandb_report(options, run_folder, recipe.model_dump(mode="json")) as report:
         progress = fit(
@@ -129,7 +148,7 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
             plan,
             build_settings(recipe),
             run_folder,
-            lambda h: brief(evaluator.acceptance(h, tree, section.evaluate_prompts)),
+            lambda h: told(look(evaluator, h, tree, section.evaluate_prompts, section.evaluate_seconds)),
             strategy,
             report,
         )
@@ -146,8 +165,12 @@ def check_trees(recipe: Recipe, head: DraftHead) -> None:
                             f"{head.depth}")  # fmt: skip
 
 
-def brief(metrics: dict[str, Any]) -> dict[str, Any]:
-    return {name: metrics[name] for name in ("tau", "survival", "rounds", "emitted")}
+def told(found: dict[str, Any]) -> dict[str, Any]:
+    """A look, after a word where its time was too short for all prompts."""
+    if found["prompts"] < found["of"]:
+        say(f"held out: {found['prompts']} of {found['of']} prompts fit into training.evaluate_seconds; heads are compared on "
+            "the prompts that both were judged on")  # fmt: skip
+    return found
 
 
 def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop | None = None) -> dict[str, Any]:
@@ -202,6 +225,35 @@ def lossless(run_folder: Path | None, tokens: int, seed: int = 0) -> Iterator[Ga
     if judges:
         with progress_bar("sampling text", tokens, unit="tokens") as bar:
             yield from own_proof(judges, head, trees, tokens, seed, bar)
+
+
+def doctor(run_folder: Path, prompts: int, tokens: int) -> Diagnosis:
+    """Compare training and decoding of the run's head on the verifier's answers to held-out prompts."""
+    recipe, head, verifier = open_run(run_folder)
+    asked = build_prompts(verifier, build_conversations(recipe).holdout, prompts)
+    ids, names = [prompt.ids for prompt in asked], [prompt.id for prompt in asked]
+    diagnosis = examine(head, verifier, ids, names, tokens, read_provenance(run_folder))
+    return replace(diagnosis, accuracy=diagnosis.accuracy | {"logged": logged_accuracy(run_folder)})
+
+
+def analyse(run_folder: Path, prompts: int, tokens: int, cost: float | None) -> Analysis:
+    """Write analysis.json: what the run's files say, and top-k accuracy on the verifier's answers to held-out prompts."""
+    run = read_run(run_folder)
+    recipe, head, verifier = open_run(run_folder)
+    asked = [prompt.ids for prompt in build_prompts(verifier, build_conversations(recipe).holdout, prompts)]
+    deepest = max(tree.depth for tree in recipe.evaluation.trees)
+    depths = deepest if head.depth is None else head.depth
+    analysis = analyse_run(run, top_k(head, verifier, write_texts(head, verifier, asked, tokens), depths), cost)
+    write_text(run_folder / "analysis.json", analysis.model_dump_json(indent=1) + "\n")
+    return analysis
+
+
+def logged_accuracy(run_folder: Path) -> list[float]:
+    """By depth, as training logged it last; empty where it did not."""
+    path = run_folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    found = [line["accuracy_by_depth"] for line in map(json.loads, lines) if "accuracy_by_depth" in line]
+    return list(found[-1]) if found else []
 
 
 def in_float32(recipe: Recipe) -> Recipe:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .data.chat import Sample
+from .evaluation.record import template_digest
 from .heads.verifier import Verifier
 
 
@@ -15,10 +16,9 @@ def provenance(verifier: Verifier, samples: Sequence[Sample]) -> dict[str, Any]:
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(json.dumps([list(sample.ids), [int(m) for m in sample.mask]]).encode())
-    template = getattr(verifier.tokenizer, "chat_template", None) or ""
     return {
         "verifier": {"name": verifier.name, "fingerprint": verifier.fingerprint},
-        "template": hashlib.sha256(str(template).encode()).hexdigest(),
+        "template": template_digest(verifier),
         "data": {
             "samples": len(samples),
             "tokens": sum(len(sample.ids) for sample in samples),

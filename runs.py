@@ -1,5 +1,6 @@
 """Run folders: whose recipe one holds, and its head with the verifier it was trained for."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from .progress import say
 from .training.recipe import Recipe, load_recipe, recipe_yaml
 from .training.sections.head import MedusaSection
 
+PROVENANCE = "provenance.json"  # in a run folder: what its head was made of and trained on
 START = "start"  # in a run folder: an imported head that training goes on from
 FREE = {  # sections and fields that may change while a run goes on: how it is computed, looked at and judged
     "evaluation", "tracking", "training.strategy", "training.fsdp", "training.deepspeed", "training.accumulation",
     "training.gradient_checkpointing", "training.compile", "training.log_every", "training.save_every",
-    "training.evaluate_every", "training.evaluate_prompts",
+    "training.evaluate_every", "training.evaluate_prompts", "training.evaluate_seconds",
 }  # fmt: skip
 
 
@@ -46,6 +48,21 @@ def open_run(run_folder: Path) -> tuple[Recipe, DraftHead, Verifier]:
     verifier = build_judge(recipe)
     check_fits(head.config, verifier.facts, verifier.name)
     return recipe, head.to(verifier.device), verifier
+
+
+def write_provenance(run_folder: Path, provenance: dict[str, Any]) -> None:
+    """Keep what the head is made of and trained on, unless the folder's training began before."""
+    if not (run_folder / "checkpoints").exists():
+        write_text(run_folder / PROVENANCE, json.dumps(provenance, indent=1) + "\n")
+
+
+def read_provenance(run_folder: Path) -> dict[str, Any] | None:
+    """None where the head was not trained here."""
+    path = run_folder / PROVENANCE
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
 
 
 def claim(run_folder: Path, recipe: Recipe) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from ..data.conversations import spread
-from ..heads.base import Batch, Drafter, shifted
+from ..heads.base import Drafter
 from ..heads.verifier import Verifier
 from .decode import Decoded, speculate
 from .metrics import acceptance, by_category, by_context
+from .overlap import Overlap, overlap
 from .sampling import GREEDY, Sampling, dice, penalised
 from .tree import AnyTree, chain
 
@@ -88,11 +89,6 @@ class Evaluator:
             results += [self._result(drafter, tree, sampling, alpha, t) for tree, t in zip(trees, timings, strict=True)]
         return results
 
-    def acceptance(self, drafter: Drafter, tree: AnyTree, limit: int | None = None) -> dict[str, Any]:
-        """Only the acceptance metrics of one tree, on at most `limit` of the prompts, for a look during training."""
-        decoded, _ = self.decode(drafter, tree, spread(self.prompts, limit), self.batch)
-        return acceptance([r for answer in decoded for r in answer.rounds], tree.depth)
-
     def _result(
         self, drafter: Drafter, tree: AnyTree, sampling: Sampling, alpha: float | None, timing: dict[str, Any]
     ) -> dict[str, Any]:
@@ -155,27 +151,12 @@ class Evaluator:
             for i in range(1, len(contenders))
         ]
 
-    @torch.no_grad()
     def alpha(self, drafter: Drafter) -> float | None:
         """E[Σ_v min(p, q)] of the first draft on the verifier's own answers; None when no answer is long enough, or where
         drafts have no distribution."""
-        total, count = 0.0, 0
-        for prompt, answer in zip(self.prompts, self.plain, strict=True):
-            ids = torch.tensor([prompt.ids + answer.tokens], device=self.verifier.device)
-            mask = torch.zeros_like(ids, dtype=torch.bool)
-            mask[:, len(prompt.ids) :] = True
-            batch = Batch(ids, mask, torch.tensor([ids.shape[1]], device=ids.device))
-            where = shifted(mask, 1, False) & shifted(mask, 2, False)
-            if not bool(where.any()):
-                continue
-            features = self.verifier.features(ids, drafter.needs)
-            log_q = drafter.first_draft(batch, features, self.verifier, where)
-            if log_q is None:
-                return None
-            p = self.verifier.logits(shifted(features.last, 1, 0.0)[where]).float().softmax(-1)[:, drafter.target_ids]
-            total += torch.minimum(p, log_q.exp()).sum().item()
-            count += len(log_q)
-        return total / count if count else None
+        pairs = zip(self.prompts, self.plain, strict=True)
+        near = (overlap(self.verifier, drafter, prompt.ids, answer.tokens) for prompt, answer in pairs)
+        return sum(near, Overlap()).alpha
 
     def _example(self, decoded: Sequence[Decoded]) -> dict[str, Any] | None:
         """The decoded sample to show: the one with the middle number of tokens a round, so it flatters nobody."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from scipy.stats import chisquare
 from torch import Tensor
 
 from ..heads.verifier import Verifier
@@ -40,25 +41,29 @@ class Places:
 
 def p_value(counts: Tensor) -> float:
     """Of Pearson's chi-square test that all bins are equally likely."""
-    expected = counts.sum().double() / len(counts)
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), statistic / 2).item()
+    return float(chisquare(counts.numpy()).pvalue)
 
 
 @torch.no_grad()
 def places(
-    verifier: Verifier, prompt: Sequence[int], tokens: Sequence[int], skip: int, generator: torch.Generator
+    verifier: Verifier, texts: Sequence[tuple[Sequence[int], Sequence[int]]], skip: int, generator: torch.Generator
 ) -> Places:  # fmt: skip
-    """Where the tokens of an answer lie in their distributions at temperature 1, by one plain forward pass.
+    """Where the tokens of answers lie in their distributions at temperature 1, by one plain forward pass over (prompt, answer).
 
-    skip: how many of the first tokens are left out (the prefill's own is no draft's).
+    skip: how many of an answer's first tokens are left out (the prefill's own is no draft's).
     """
-    if len(tokens) <= skip:
+    texts = [(prompt, answer) for prompt, answer in texts if len(answer) > skip]
+    if not texts:
         return Places.none()
-    ids = torch.tensor([[*prompt, *tokens]], device=verifier.device)
-    states = verifier.features(ids[:, :-1]).last[0, len(prompt) - 1 + skip :]
+    ids = torch.zeros(len(texts), max(len(p) + len(a) for p, a in texts), dtype=torch.long)
+    wanted = torch.zeros_like(ids, dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(texts):
+        ids[row, : len(prompt) + len(answer)] = torch.as_tensor([*prompt, *answer])
+        wanted[row, len(prompt) + skip : len(prompt) + len(answer)] = True
+    ids, wanted = ids.to(verifier.device), wanted.to(verifier.device)
+    states = verifier.features(ids[:, :-1]).last[wanted[:, 1:]]
     found = Places.none()
-    for hidden, token in zip(states.split(ROWS), ids[0, len(prompt) + skip :].split(ROWS), strict=True):
+    for hidden, token in zip(states.split(ROWS), ids[wanted].split(ROWS), strict=True):
         p = precise(verifier.logits(hidden)).softmax(-1)
         share, uniform = torch.rand(2, len(token), generator=generator, dtype=torch.float64).to(p)
         biased = torch.where(share < PLANTED, p.argmax(-1), token)

@@ -1,5 +1,6 @@
 """The proof that decoding with drafts changes nothing: exact sums, controls that must be caught, and the user's own models."""
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..heads.base import DraftHead
 from . import controls
 from .decode import Decoded, speculate
@@ -22,6 +24,8 @@ EXACT = 1e-12  # total variation of sums in float64
 CAUGHT = 1e-3  # total variation that a wrong rule must show at least
 REFUSED = 1e-4  # p-value below which text is not the verifier's
 PAIRS = 60  # random (p, q) of a control
+ROWS, NODES = 64, 512  # most answers, and most nodes of their trees, sampled at a time: what two cores and 24 GB do well
+COPIES, LENGTH = 16, 64  # answers to a prompt in a row, whose prefill they share; tokens of an answer
 ULPS = 4  # of the best logit: a gap that the order of additions alone may turn around in low precision
 
 PROCESSING: dict[str, dict[str, Any]] = {
@@ -135,12 +139,18 @@ def own_text(
     evaluator: Evaluator, head: DraftHead, trees: Sequence[AnyTree], tokens: int, seed: int,
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Gate]:  # fmt: skip
-    """Sampled text of the user's own verifier and head at temperature 1, `tokens` drafted or bonus tokens in all."""
+    """Sampled text of the user's own verifier and head at temperature 1, `tokens` drafted or bonus tokens in all.
+
+    A case gets tokens by what they cost, the nodes of its tree, but a tenth of the cheapest one's at least.
+    """
     rules: tuple[Rule, ...] = ("candidates", "without_replacement")
     cases = [(t, r) for t in trees for r in rules if r == "candidates" or not isinstance(t, DynamicTree)]
+    least = min(tree.nodes for tree, _ in cases)
+    weights = [max(least / tree.nodes, 0.1) for tree, _ in cases]
     every = Places.none()
-    for tree, rule in cases:
-        found = sample(evaluator, head, tree, Sampling(1.0, rule, seed=seed), -(-tokens // len(cases)), on_tokens)
+    for (tree, rule), weight in zip(cases, weights, strict=True):
+        share = math.ceil(tokens * weight / sum(weights))
+        found = sample(evaluator, head, tree, Sampling(1.0, rule, seed=seed), share, on_tokens)
         every += found
         p = p_value(found.true)
         name = f"{rule}, {tree.kind} of {tree.nodes} nodes, T 1"
@@ -156,18 +166,21 @@ def own_text(
 def sample(
     evaluator: Evaluator, head: DraftHead, tree: AnyTree, sampling: Sampling, tokens: int, on_tokens: Callable[[int], None]
 ) -> Places:
-    """Places of at least `tokens` tokens that rounds emitted, from the prompts in turn, as often as it takes."""
+    """Places of at least `tokens` tokens that rounds emitted: short answers to the prompts in turn, many to each at once."""
     verifier, prompts = evaluator.verifier, evaluator.prompts
     draw, generator = dice(sampling.seed), torch.Generator().manual_seed(sampling.seed + 1)  # numbers of their own
+    rows, length = max(1, min(ROWS, NODES // tree.nodes)), min(LENGTH, evaluator.max_new_tokens)
     found, start = Places.none(), 0
     while found.tokens < tokens:
-        part = [prompts[(start + i) % len(prompts)].ids for i in range(evaluator.batch)]
-        start += len(part)
-        before = found.tokens
-        answers, _ = speculate(verifier, head, tree, part, evaluator.max_new_tokens, sampling=sampling, draw=draw)
-        for prompt, answer in zip(part, answers, strict=True):
-            found += places(verifier, prompt, answer.tokens, 1, generator)
-        on_tokens(found.tokens - before)
+        part = [prompts[(start + i // COPIES) % len(prompts)].ids for i in range(rows)]
+        start += -(-rows // COPIES)
+        answers, _ = speculate(verifier, head, tree, part, length, sampling=sampling, draw=draw)
+        texts = [(prompt, answer.tokens) for prompt, answer in zip(part, answers, strict=True)]
+        new = places(verifier, texts, 1, generator)
+        if not new.tokens:
+            raise UserError("lossless: sampled answers end with their first token; nothing is drafted")
+        found += new
+        on_tokens(new.tokens)
     return found
 
 
@@ -201,7 +214,10 @@ def own_proof(
     judges: Sequence[Evaluator], head: DraftHead, trees: Sequence[AnyTree], tokens: int, seed: int,
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Gate]:  # fmt: skip
-    """The user's verifier and head. judges: the verifier in float32 first, then in its own precision where that is lower."""
+    """The user's verifier and head. judges: the verifier in float32 first, then in its own precision where that is lower.
+
+    Text is sampled, and its distributions computed, in its own precision: that is what is served.
+    """
     for evaluator in judges:
         yield from own_greedy(evaluator, head.to(evaluator.verifier.device), trees)
-    yield from own_text(judges[0], head, trees, tokens, seed, on_tokens)
+    yield from own_text(judges[-1], head, trees, tokens, seed, on_tokens)

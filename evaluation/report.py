@@ -4,7 +4,7 @@ It reads files alone (no model, no torch) and draws the same page from the same 
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from markupsafe import Markup
 from .. import __version__
 from ..errors import UserError
 from ..heads.files import write_text
-from . import plots
+from . import analysis_plots, plots
 from .plots import Series
 from .run_folder import Result, Run, Slice, read_run
 
@@ -101,10 +101,33 @@ def draw(runs: Sequence[Run]) -> list[Picture]:
     if any(len(one.values) > 1 for one in contexts):
         caption = "Mean tokens a round by the number of tokens before it; each head with its best tree."
         add("contexts", plots.levels("tau by context length", "tau", contexts), caption)
+    for i, run in enumerate(runs, 1):
+        suffix = "" if len(runs) == 1 else f"-{i}"
+        for name, figure, caption in analysed(run):
+            add(name + suffix, figure, caption)
     if rows := [(run.legend(r), parts) for run in runs for r in run.evaluation.results if (parts := parts_of(r))]:
         caption = "Where the wall time of speculative decoding goes."
         add("time", plots.shares("Time shares", rows), caption)
     return pictures
+
+
+def analysed(run: Run) -> Iterator[tuple[str, Any, str]]:
+    """Names, figures and captions of what analysis.json has numbers for."""
+    if run.analysis is None:
+        return
+    stages, lengths, depths = run.analysis.stages, run.analysis.lengths, run.analysis.top_k
+    label = plots.elide(run.label, 22)
+    if stages.looks:
+        figure = analysis_plots.alpha_against_kl(f"alpha against KL: {label}", run.color, stages)
+        ranks = "" if stages.spearman is None else f" Spearman's rank correlation {stages.spearman:.3f} (p {stages.p:.2g})."
+        yield "alpha-kl", figure, f"Overlap with the verifier against the divergence from it, at looks during training.{ranks}"
+    cost = f"{lengths.cost:.3g} verifier passes a draft ({'measured' if lengths.cost_is_measured else 'assumed'})"
+    caption = f"Expected under independent acceptance; a star marks the most worthwhile number of drafts at {cost}."
+    yield "draft-length", analysis_plots.tokens_by_length(f"Tokens by draft length: {label}", lengths), caption
+    if depths:
+        labels = ", ".join(str(depth.labels) for depth in depths)
+        figure = analysis_plots.accuracy_by_depth(f"Top-k accuracy: {label}", run.color, depths)
+        yield "top-k", figure, f"Share of the text's tokens among the k likeliest drafts, by depth, of {labels} labels."
 
 
 def training_curves(run: Run) -> Any:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import UserError
+from .analysis_file import Analysis
 from .plots import elide
 
 WRITERS = {
@@ -15,17 +16,20 @@ WRITERS = {
     "metrics.jsonl": "`headstart train` writes it",
     "evaluation.json": "`headstart eval` writes it",
 }
+REMEDIES = WRITERS | {"analysis.json": "`headstart analyse` writes it"}
 
 
 class Model(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-Parsed = TypeVar("Parsed", bound=Model)
+Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 class HeldOut(Model):
     tau: float | None = None
+    alpha: float | None = None
+    kl: float | None = None
 
 
 class Step(Model):
@@ -170,6 +174,7 @@ class Run:
     recipe: str
     metrics: list[Step]
     evaluation: Evaluation
+    analysis: Analysis | None = None
     label: str = ""
     color: str = ""
 
@@ -206,11 +211,13 @@ def read_run(folder: Path) -> Run:
         raise UserError(f"{folder}: no such run folder")
     recipe, metrics, evaluation = (read_text(folder / name) for name in WRITERS)
     lines = list(enumerate(metrics.splitlines(), 1))
+    analysis = folder / "analysis.json"
     return Run(
         folder,
         recipe,
         [parse(Step, line, f"{folder / 'metrics.jsonl'}:{number}") for number, line in lines if line.strip()],
         parse(Evaluation, evaluation, str(folder / "evaluation.json")),
+        parse(Analysis, read_text(analysis), str(analysis)) if analysis.exists() else None,
     )
 
 
@@ -218,13 +225,13 @@ def read_text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; {WRITERS[path.name]}") from None
+        raise UserError(f"{path}: no such file; {REMEDIES[path.name]}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot read it: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not UTF-8 text") from None
     if not text.strip():
-        raise UserError(f"{path}: the file is empty; {WRITERS[path.name]}")
+        raise UserError(f"{path}: the file is empty; {REMEDIES[path.name]}")
     return text
 
 

@@ -211,6 +211,17 @@ class DraftHead(nn.Module, Drafter):
         ids = None if len(self.target_ids) == self.config.vocab_size else self.target_ids
         return verifier.logits(hidden.to(verifier.dtype), ids).float().log_softmax(-1)
 
+    @abstractmethod
+    def predictions(
+        self, batch: Batch, features: Features, verifier: Verifier, where: Tensor, depths: int
+    ) -> list[Tensor]:  # fmt: skip
+        """As the loss sees it, the true tokens before each: for each of the first `depths` depths k, log q [N, Q] of token
+        t + 2 + k at the positions t where `where` [B, T] is true, in row order."""
+
+    def first_draft(self, batch: Batch, features: Features, verifier: Verifier, where: Tensor) -> Tensor:
+        """log q [N, Q] of token t + 2, the root's child."""
+        return self.predictions(batch, features, verifier, where, 1)[0]
+
 
 def columns_of(target_ids: Tensor, vocab_size: int) -> Tensor:
     """[V]: the head's column of every verifier id, -1 where the head cannot draft it."""

@@ -119,8 +119,12 @@ class MedusaHead(DraftHead):
         return columns_of(self.target_ids, self.config.vocab_size)[shifted(batch.ids, 1, 0)[wanted]]
 
     @torch.no_grad()
-    def first_draft(self, batch: Batch, features: Features, verifier: Verifier, where: Tensor) -> Tensor:
-        return (self.blocks[0](features.last[where].float()) @ self.output_weights(verifier)[0].T).log_softmax(-1)
+    def predictions(
+        self, batch: Batch, features: Features, verifier: Verifier, where: Tensor, depths: int
+    ) -> list[Tensor]:  # fmt: skip
+        hidden, outputs = features.last[where].float(), self.output_weights(verifier)
+        heads = zip(list(self.blocks)[:depths], outputs[:depths], strict=True)
+        return [(blocks(hidden) @ weight.T).log_softmax(-1) for blocks, weight in heads]
 
     def begin(self, verifier: Verifier, batch: int, capacity: int) -> "MedusaSession":
         check_fits(self.config, verifier.facts, verifier.name)

@@ -10,6 +10,7 @@ Shapes: B rows, T tokens, M nodes of one tree level, K depths, d hidden size, N 
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from itertools import islice
 from typing import Literal, cast
 
 import torch
@@ -166,8 +167,11 @@ class SequentialMtp(MtpHead):
             yield block.norm(state[its])
 
     @torch.no_grad()
-    def first_draft(self, batch: Batch, features: Features, verifier: Verifier, where: Tensor) -> Tensor:
-        return self.log_q(0, next(self.states(batch, features, verifier))[where], verifier)
+    def predictions(
+        self, batch: Batch, features: Features, verifier: Verifier, where: Tensor, depths: int
+    ) -> list[Tensor]:  # fmt: skip
+        states = islice(self.states(batch, features, verifier), depths)
+        return [self.log_q(i, state[where], verifier) for i, state in enumerate(states)]
 
     def log_q(self, module: int, state: Tensor, verifier: Verifier) -> Tensor:
         return self.verifier_log_q(self.blocks[module].norm(state), verifier)
@@ -260,8 +264,11 @@ class ParallelMtp(MtpHead):
             yield block.norm(state[its])
 
     @torch.no_grad()
-    def first_draft(self, batch: Batch, features: Features, verifier: Verifier, where: Tensor) -> Tensor:
-        return self.verifier_log_q(self.blocks[0].norm(next(self.states(batch, features))[where]), verifier)
+    def predictions(
+        self, batch: Batch, features: Features, verifier: Verifier, where: Tensor, depths: int
+    ) -> list[Tensor]:  # fmt: skip
+        states = zip(self.blocks[:depths], self.states(batch, features), strict=False)
+        return [self.verifier_log_q(block.norm(state[where]), verifier) for block, state in states]
 
     def begin(self, verifier: Verifier, batch: int, capacity: int) -> "ParallelSession":
         check_fits(self.config, verifier.facts, verifier.name)

@@ -81,9 +81,11 @@ class RecurrentHead(DraftHead):
         return rows, states
 
     @torch.no_grad()
-    def first_draft(self, batch: Batch, features: Features, verifier: Verifier, where: Tensor) -> Tensor:
-        rows, (state,) = self.training_states(batch, features, verifier, where, steps=1)
-        return self.log_q(state[rows >= 0], verifier)
+    def predictions(
+        self, batch: Batch, features: Features, verifier: Verifier, where: Tensor, depths: int
+    ) -> list[Tensor]:  # fmt: skip
+        rows, states = self.training_states(batch, features, verifier, where, depths)
+        return [self.log_q(state[rows >= 0], verifier) for state in states]
 
     def begin(self, verifier: Verifier, batch: int, capacity: int) -> "RecurrentSession":
         check_fits(self.config, verifier.facts, verifier.name)

@@ -177,16 +177,25 @@ class Verifier:
     def prefill(
         self, prompts: Sequence[Sequence[int]], cache: RaggedCache, layers: Sequence[int] = ()
     ) -> tuple[Features, Tensor]:
-        """Fill an empty cache with prompts of any lengths. Returns their right-padded features and ids [B, T]."""
-        lengths = [len(prompt) for prompt in prompts]
-        ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
-        for row, prompt in enumerate(prompts):
+        """Fill an empty cache with prompts of any lengths. Returns their right-padded features and ids [B, T].
+
+        A prompt that comes several times is read once.
+        """
+        distinct = {prompt: row for row, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        lengths = [len(prompt) for prompt in distinct]
+        cache.keep_rows(list(range(len(distinct))))
+        ids = torch.zeros(len(distinct), max(lengths), dtype=torch.long)
+        for prompt, row in distinct.items():
             ids[row, : len(prompt)] = torch.as_tensor(prompt)
         ids = ids.to(self.device)
         size = ids.shape[1]
         causal = torch.ones(1, size, size, dtype=torch.bool, device=ids.device).tril()
         features = self.decode(ids, causal, torch.arange(size, device=ids.device)[None], cache, layers)
         cache.advance(lengths)
+        if len(distinct) < len(prompts):
+            rows = [distinct[tuple(prompt)] for prompt in prompts]
+            cache.keep_rows(rows)
+            features, ids = Features(features.last[rows], features.layers[rows]), ids[rows]
         return features, ids
 
     @contextmanager

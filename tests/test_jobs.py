@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from command import headstart
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -175,6 +175,21 @@ def test_a_head_from_chat_file_to_page(kind: str, write_recipe: Callable[..., Pa
     best = max(line["held_out"]["tau"] for line in metrics if "held_out" in line)
     assert evaluation["results"][0]["tau"] == pytest.approx(best)
 
+    examined = headstart("doctor", folder, "--json")
+    assert examined.code == 0, examined.out
+    diagnosis = json.loads(examined.out)
+    assert [check["healthy"] for check in diagnosis["checks"]] == [True] * 7
+    assert (diagnosis["healthy"], diagnosis["first"]) == (True, None)
+    assert diagnosis["accuracy"]["logged"] == [line for line in metrics if "loss" in line][-1]["accuracy_by_depth"]
+
+    analysed = headstart("analyse", folder, "--prompts", 2)
+    assert analysed.code == 0, analysed.err
+    assert analysed.out.splitlines()[-1].rstrip() == f"pictures: {folder / 'report.html'}"
+    analysis = json.loads((folder / "analysis.json").read_text(encoding="utf-8"))
+    assert [look["step"] for look in analysis["stages"]["looks"]] == [3, 6]
+    assert analysis["lengths"]["measured"][0]["tau"] == evaluation["results"][0]["tau"]
+    assert len(analysis["top_k"]) == 3
+
     reported = headstart("report", folder)
     assert (reported.code, reported.out.strip()) == (0, str(folder / "report.html"))
     page = (folder / "report.html").read_text(encoding="utf-8")
@@ -185,6 +200,44 @@ def test_a_head_from_chat_file_to_page(kind: str, write_recipe: Callable[..., Pa
         assert [name for name in line if name.endswith("_by_depth")] == [
             f"{name}_by_depth" for name in ("loss", *terms, "accuracy")
         ]
+
+
+def test_the_doctor_names_what_was_changed_after_training(
+    write_recipe: Callable[..., Path], verifier: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    """The verifier's chat template, the head's layer ids, its vocabulary; a run without a record is judged by what it does."""
+    shutil.copytree(verifier, tmp_path / "verifier")
+    folder, record, config = (tmp_path / name for name in ("run", "run/provenance.json", "run/head/config.json"))
+    recipe = write_recipe("eagle3", verifier__model=str(tmp_path / "verifier"), training__steps=1)
+    assert headstart("train", recipe, "--run-folder", folder).code == 0
+
+    def finds(cause: str | None) -> None:
+        ended = headstart("doctor", folder)
+        assert ended.code == (0 if cause is None else 1), ended.out
+        last = ended.out.splitlines()[-1].rstrip()
+        assert last.endswith("training and decoding agree" if cause is None else f"likely cause: {cause}")
+
+    finds(None)
+    trained = config.read_text(encoding="utf-8")
+    config.write_text(json.dumps(json.loads(trained) | {"layers": [1, 2, 2]}), encoding="utf-8")
+    finds("layer ids")
+    config.write_text(trained, encoding="utf-8")
+
+    (template,) = [path for path in (tmp_path / "verifier").iterdir() if path.name == "chat_template.jinja"]
+    template.write_text(CHATML.replace("system", "") + "{# another #}", encoding="utf-8")
+    finds("template")
+    template.write_text(CHATML, encoding="utf-8")
+
+    weights = folder / "head" / "model.safetensors"
+    tensors = load_file(weights)
+    save_file(tensors | {"target_ids": tensors["target_ids"].flip(0).contiguous()}, weights)
+    finds("vocabulary map")
+    save_file(tensors, weights)
+
+    record.unlink()
+    finds(None)
+    record.write_text("{", encoding="utf-8")
+    assert refused("doctor", folder).startswith(f"{record}: cannot be read: ")
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -7,7 +7,7 @@ step's number, so no random state is kept.
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,13 +22,15 @@ from .strategies.base import Strategy
 
 @dataclass
 class Progress:
-    """Plain numbers of a run. step: optimizer steps done; judged: the newest of them with a held-out evaluation; best_tau: of
-    the head in `head/`; seconds: training time so far."""
+    """Plain numbers of a run. step: optimizer steps done; judged: the newest of them with a held-out evaluation; best_tau,
+    best_by_prompt: of the head in `head/`, and [emitted, rounds] of each prompt it was judged on; seconds: training time so
+    far."""
 
     step: int = 0
     best_tau: float = 0.0
     seconds: float = 0.0
     judged: int = 0
+    best_by_prompt: list[list[int]] = field(default_factory=list)
 
 
 class Checkpoints:

@@ -20,6 +20,7 @@ from ..heads.losses import HeadLoss
 from ..heads.verifier import Features, Verifier
 from ..progress import progress_bar
 from ..ranks import rank, share, total, world
+from .best import better
 from .checkpoint import Checkpoints, Progress
 from .muon import Muon
 from .stopping import Stop, stopping
@@ -28,7 +29,7 @@ from .strategies.plain import Plain
 from .strategies.sharded import leading
 from .tracking import Metrics, Report
 
-Evaluate = Callable[[DraftHead], dict[str, Any]]  # held-out decoding: at least {"tau": ..}
+Evaluate = Callable[[DraftHead], dict[str, Any]]  # held-out decoding: at least {"tau": ..}, as `look` gives it
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,9 @@ def judge(
             held_out = evaluate(head)
             metrics.log(progress.step, held_out=held_out)
             tau = held_out["tau"] or 0.0  # None: every answer ended before its first round
-            if tau > progress.best_tau or not (run_folder / "head").exists():
-                progress.best_tau = tau
+            by_prompt = held_out.get("by_prompt", [])
+            if better(tau, by_prompt, progress.best_tau, progress.best_by_prompt) or not (run_folder / "head").exists():
+                progress.best_tau, progress.best_by_prompt = tau, by_prompt
                 save_head(head, run_folder / "head")
             progress.judged = progress.step
     strategy.head.train()

@@ -58,7 +58,7 @@ class Oracle(DraftHead):
     def supervised(self, *arguments: Any) -> Tensor:
         raise AssertionError("an oracle does not learn")
 
-    loss = first_draft = supervised
+    loss = predictions = supervised
 
     def begin(self, verifier: Verifier, batch: int, capacity: int) -> "OracleSession":
         return OracleSession(self, list(range(batch)))

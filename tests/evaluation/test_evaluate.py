@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headstart.evaluation.decode import speculate
 from headstart.evaluation.evaluate import Evaluator, Prompt, pieces
+from headstart.evaluation.look import look
 from headstart.evaluation.sampling import GREEDY, Sampling
 from headstart.evaluation.tree import AnyTree, DynamicTree, StaticTree, chain
 from headstart.heads.base import Batch, DraftHead
@@ -149,13 +150,15 @@ def test_answers_come_in_the_order_of_the_prompts(verifier: Verifier) -> None:
     assert told == [4, 2]
 
 
-def test_acceptance_is_that_of_the_full_result(verifier: Verifier, head: DraftHead) -> None:
+def test_a_look_is_the_full_result_in_short(verifier: Verifier, head: DraftHead) -> None:
     evaluator = Evaluator(verifier, some_prompts(), BUDGET, batch=4)
     full = evaluator.evaluate(head, TREES[1:2])[0]
-    brief = evaluator.acceptance(head, TREES[1])
-    assert {name: full[name] for name in brief if name != "conditional"} == {
-        name: value for name, value in brief.items() if name != "conditional"
-    }
+    brief = look(evaluator, head, TREES[1])
+    names = ("tau", "survival", "rounds", "emitted", "alpha")
+    assert {name: brief[name] for name in names} == {name: full[name] for name in names}
+    assert "conditional" not in brief  # of a tree
+    chain = look(evaluator, head, TREES[0])
+    assert chain["conditional"] == evaluator.evaluate(head, TREES[:1])[0]["conditional"]
 
 
 def test_another_text_than_the_verifiers_is_reported(verifier: Verifier, head: DraftHead) -> None:

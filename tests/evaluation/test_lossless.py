@@ -166,6 +166,41 @@ def test_places_are_counted_in_bins() -> None:
     assert goodness.bins(p, token, v).tolist() == expected
 
 
+def test_places_of_many_texts_are_those_of_each(tiny: Callable[..., Verifier], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By transformers' own logits; tokens before `skip` are left out, and answers that are no longer."""
+    verifier = tiny("llama")
+    texts = [([5, 6], [7, 8, 9, 10]), ([11, 12, 13], [14]), ([3], [20, 21, 22])]
+    monkeypatch.setattr(goodness, "PLANTED", 1.0)  # every token the likeliest
+    found = goodness.places(verifier, texts, 1, torch.Generator().manual_seed(0))
+    shares = torch.rand(2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)[1].tolist()
+    expected, planted, drawn = [0] * goodness.BINS, [0] * goodness.BINS, iter(shares)
+    for prompt, answer in texts:
+        with torch.no_grad():
+            p = verifier.model(torch.tensor([prompt + answer])).logits[0].double().softmax(-1)
+        for i in range(1, len(answer)):
+            row, share = p[len(prompt) + i - 1].tolist(), next(drawn)
+            expected[int(naive_place(row, answer[i], share) * goodness.BINS)] += 1
+            planted[int(naive_place(row, row.index(max(row)), share) * goodness.BINS)] += 1
+    assert (found.true.tolist(), found.planted.tolist(), found.tokens) == (expected, planted, 5)
+
+
+def test_costly_trees_get_fewer_tokens(
+    verifier: Verifier, tiny_medusa: Callable[..., DraftHead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By nodes: a chain of 3 and one of 6 at 2 : 1, two rules each, and a tree of 60 a tenth of the cheapest."""
+    asked: list[tuple[int, int]] = []
+
+    def sample(evaluator: Any, head: Any, tree: Any, sampling: Any, tokens: int, on_tokens: Any) -> goodness.Places:
+        asked.append((tree.nodes, tokens))
+        return goodness.Places.none()
+
+    monkeypatch.setattr(lossless, "sample", sample)
+    monkeypatch.setattr(lossless, "p_value", lambda counts: 0.5)
+    evaluator = Evaluator(verifier, some_prompts()[:1], 8)
+    list(lossless.own_text(evaluator, tiny_medusa(verifier), [chain(2), chain(5), DynamicTree(8, 10, 60)], 31_000, 0))
+    assert asked == [(3, 10_000), (3, 10_000), (6, 5_000), (6, 5_000), (60, 1_000)]
+
+
 @pytest.fixture
 def verifier(tiny: Callable[..., Verifier]) -> Verifier:
     verifier = tiny("llama", initializer_range=0.25)

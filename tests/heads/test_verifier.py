@@ -341,3 +341,24 @@ def test_other_weight_types_pass_their_own_check(dtype: torch.dtype, tiny: Build
     features, _ = verifier.prefill([ids_of(1, 4), ids_of(2, 7)], cache)
     assert features.last.dtype == verifier.dtype == dtype
     assert torch.isfinite(features.last).all()
+
+
+def test_a_prompt_that_comes_several_times_is_read_once(tiny: Callable[..., Verifier], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every copy's states, ids and cache are those of a prompt of its own."""
+    verifier = tiny("llama")
+    prompts = [[5, 6, 7], [9], [5, 6, 7], [5, 6, 7], [9], [11, 12]]
+    read: list[int] = []
+    decode = Verifier.decode
+    monkeypatch.setattr(Verifier, "decode", lambda self, ids, *given: read.append(len(ids)) or decode(self, ids, *given))
+    cache = verifier.new_cache(len(prompts), 8)
+    features, ids = verifier.prefill(prompts, cache, (1, 2))
+    assert read == [3]
+    assert cache.lengths == [3, 1, 3, 3, 1, 2]
+    one, depth = torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.long)
+    after = verifier.decode(torch.tensor([[20 + i] for i in range(6)]), one, depth, cache)
+    for row, prompt in enumerate(prompts):
+        alone = verifier.features(torch.tensor([[*prompt, 20 + row]]), (1, 2))
+        assert ids[row, : len(prompt)].tolist() == prompt
+        torch.testing.assert_close(features.last[row, : len(prompt)], alone.last[0, :-1], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(features.layers[row, : len(prompt)], alone.layers[0, :-1], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(after.last[row, 0], alone.last[0, -1], atol=1e-5, rtol=1e-4)

@@ -156,4 +156,4 @@ def test_progress_is_readable(new_head, tmp_path):
     head = new_head()
     Checkpoints(tmp_path).save(make(head), Progress(4, 1.25, 3.0, 4))
     found = json.loads((tmp_path / "step-4" / "progress.json").read_text())
-    assert found == {"step": 4, "best_tau": 1.25, "seconds": 3.0, "judged": 4}
+    assert found == {"step": 4, "best_tau": 1.25, "seconds": 3.0, "judged": 4, "best_by_prompt": []}

@@ -97,6 +97,7 @@ def test_defaults(write: Any) -> None:
             "save_every": None,
             "evaluate_every": None,
             "evaluate_prompts": None,
+            "evaluate_seconds": None,
         },
         "evaluation": {
             "trees": [{"kind": "chain", "depth": 4}],

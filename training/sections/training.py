@@ -64,6 +64,12 @@ class TrainingSection(Section):
         default=None, ge=1, description="prompts of a held-out evaluation while training; null is all of evaluation.prompts"
     )
 
+    evaluate_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="time of a held-out evaluation: it judges the prompts that fit, a batch at least",
+    )
+
     @field_validator("optimizer")
     @classmethod
     def _whole_matrices(cls, optimizer: str, info: ValidationInfo) -> str:

@@ -1,0 +1,80 @@
+"""What a head was made with: kept beside it when it is trained, compared when it is used."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..heads.base import DraftHead
+from ..heads.verifier import Verifier
+from .diagnosis import Check
+
+LEARNING = ("decay", "depth", "loss", "targets", "cross_entropy", "top_tokens", "noise", "noise_by_length", "weight")
+CAUSES = {
+    "layers": "layer ids", "fc_norm": "norm order", "norm_output": "norm order", "rms_norm_eps": "norm order",
+    "rope_parameters": "positions", "max_position_embeddings": "positions", "draft_vocab_size": "vocabulary map",
+}  # fmt: skip
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def template_digest(verifier: Verifier) -> str:
+    return digest(str(getattr(verifier.tokenizer, "chat_template", None) or ""))
+
+
+def vocabulary_digest(head: DraftHead) -> str:
+    return digest(str(head.target_ids.tolist()))
+
+
+def made_with(head: DraftHead, layers: Sequence[int]) -> dict[str, Any]:
+    """What decoding must find again. layers: those whose states the training features hold."""
+    config = head.config.model_dump(mode="json")
+    return {"layers": list(layers), "vocabulary": vocabulary_digest(head), "config": config}
+
+
+def by_record(head: DraftHead, verifier: Verifier, record: dict[str, Any] | None) -> Iterator[Check]:
+    """What the head folder and the verifier say today against what training was done with, and the vocabulary by itself.
+
+    record: the run's provenance, None where there is none.
+    """
+    trained = None if record is None else record.get("head")
+    unknown = "provenance.json does not say: the head was not trained here, or before this was recorded"
+    if record is None:
+        yield Check("template", None, unknown)
+    else:
+        same = record["template"] == template_digest(verifier)
+        note = "the chat template of training" if same else "the verifier's chat template is not the one of training"
+        yield Check("template", same, note, None if same else "template")
+    yield Check("configuration", None, unknown) if trained is None else of_configuration(head, trained)
+    ids = head.target_ids
+    fault = vocabulary_fault(ids, head.config.vocab_size)
+    if fault is None and trained is not None and trained["vocabulary"] != vocabulary_digest(head):
+        fault = "its tokens are not those of training"
+    note = f"{len(ids)} of {head.config.vocab_size} tokens"
+    yield Check("vocabulary", not fault, fault or note, "vocabulary map" if fault else None)
+
+
+def of_configuration(head: DraftHead, trained: dict[str, Any]) -> Check:
+    now, then = head.config.model_dump(mode="json"), trained["config"]
+    differing = [name for name in now if name not in LEARNING and now[name] != then.get(name, now[name])]
+    if list(head.needs) != trained["layers"]:
+        return Check("configuration", False, f"the head reads states {list(head.needs)}, training read {trained['layers']}",
+                     "layer ids")  # fmt: skip
+    if differing:
+        name = differing[0]
+        return Check("configuration", False, f"{name} is {now[name]} in head/config.json, {then.get(name)} in training",
+                     CAUSES.get(name, "configuration"))  # fmt: skip
+    return Check("configuration", True, "head/config.json as in training")
+
+
+def vocabulary_fault(ids: Tensor, vocab_size: int) -> str | None:
+    """What is wrong with target_ids whoever trained them: engines, too, rely on distinct ids in ascending order."""
+    if not bool(((ids >= 0) & (ids < vocab_size)).all()):
+        return f"ids from {int(ids.min())} to {int(ids.max())} for a vocabulary of {vocab_size}"
+    if not bool((ids[1:] > ids[:-1]).all()):
+        at = int((ids[1:] <= ids[:-1]).int().argmax())
+        return f"ids must ascend, {int(ids[at])} is followed by {int(ids[at + 1])} (offsets instead of ids, or permuted)"
+    return None

@@ -74,7 +74,7 @@ def build_sources(section: SourceSection) -> list[Source]:
     return [file_source(path, columns) for path in paths]
 
 
-def held_out(recipe: Recipe) -> list[Conversation]:
+def held_out(recipe: Recipe) -> Sequence[Conversation]:
     """What the recipe is judged on: the files it names for that, else what it holds out of its training files."""
     if not recipe.evaluation.prompt_files:
         return build_conversations(recipe).holdout

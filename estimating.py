@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .build_data import build_conversations, build_verifier, render_samples
+from .build import build_verifier
+from .build_data import build_conversations, render_samples
 from .build_features import build_layout, store_key
 from .build_heads import needed_layers
 from .data.answer_store import AnswerStore

@@ -64,7 +64,7 @@ class Workshop:
     verifier: Verifier
     evaluator: Evaluator  # with the verifier in evaluation.dtype
     conversations: Conversations
-    holdout: list[Conversation]  # what heads are judged on
+    holdout: Sequence[Conversation]  # what heads are judged on
     samples: Sequence[Sample]
     features: FeatureSource
     layers: tuple[int, ...]  # that the features hold

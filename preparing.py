@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .build_data import build_conversations, build_samples, build_verifier, render_samples
+from .build import build_verifier
+from .build_data import build_conversations, build_samples, render_samples
 from .build_features import fill_features
 from .data.chat import Sample
 from .data.store import shard_files

@@ -55,11 +55,13 @@ class LayerConfig(HeadConfig):
 @dataclass(frozen=True)
 class Batch:
     """Right-padded samples. ids: [B, T]; mask: bool [B, T], true where the token is an answer's, to be learned;
-    lengths: [B]."""
+    lengths: [B]. counts: [K], the supervised labels of the whole optimizer step by depth, where it has other batches too and
+    they are known: a hint that spares a loss work, the sums are the same without it."""
 
     ids: Tensor
     mask: Tensor
     lengths: Tensor
+    counts: Tensor | None = None
 
 
 class DraftSession(ABC):

@@ -29,14 +29,14 @@ class Lesson:
     loss: SoftLoss
 
     def run(
-        self, hidden: Sequence[Tensor], weight: Tensor, scales: Tensor | None, products: torch.dtype
+        self, hidden: Sequence[Tensor], weight: Tensor, scales: Tensor | None, products: torch.dtype, frozen: bool
     ) -> tuple[Tensor, Tensor, list[Tensor], Tensor | None]:
         """Sums [K], right first choices [K]; with `scales` [K], the gradients of Σ_k scale_k · sum_k to hidden and weight."""
         precise = torch.promote_types(weight.dtype, torch.float32)
         sums = torch.zeros(len(hidden), dtype=precise, device=weight.device)
         correct = torch.zeros(len(hidden), dtype=torch.long, device=weight.device)
         to_hidden = [torch.empty_like(state) for state in hidden] if scales is not None else []
-        to_weight = torch.zeros_like(weight) if scales is not None else None
+        to_weight = torch.zeros_like(weight) if scales is not None and not frozen else None
         states, output = [state.to(products) for state in hidden], weight.to(products)
         starts = range(0, self.count, losses.CHUNK_ROWS)
         edges = torch.tensor([*starts, self.count], device=weight.device)
@@ -53,11 +53,12 @@ class Lesson:
                 correct[k] += (log_q.argmax(-1) == choice[rows]).sum()
                 value, grad = soft_loss(log_q, p if len(rows) == len(p) else p[rows], self.loss)
                 sums[k] += value
-                if scales is None or to_weight is None:
+                if scales is None:
                     continue
                 grad = grad.mul_(scales[k]).to(products)
                 to_hidden[k][part] = grad @ output
-                add_product(to_weight, grad.T, state[part])
+                if to_weight is not None:
+                    add_product(to_weight, grad.T, state[part])
         return sums, correct, to_hidden, to_weight
 
 
@@ -67,10 +68,10 @@ class _Distillation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lesson: Lesson, scales: Tensor, weight: Tensor, *hidden: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.lesson, ctx.products = lesson, product_dtype(weight)
+        ctx.lesson, ctx.how = lesson, (product_dtype(weight), not ctx.needs_input_grad[2])
         with torch.autocast(weight.device.type, enabled=False):
             guess = scales if any(ctx.needs_input_grad) else None
-            sums, correct, *ctx.gradients = lesson.run(hidden, weight, guess, ctx.products)
+            sums, correct, *ctx.gradients = lesson.run(hidden, weight, guess, *ctx.how)
         ctx.save_for_backward(scales, weight, *hidden)
         ctx.mark_non_differentiable(correct)
         return sums, correct
@@ -84,9 +85,9 @@ class _Distillation(torch.autograd.Function):
         ratios = (grads[0] / scales)[learned]
         if learned and bool(((ratios - ratios[0]).abs() > 1e-6 * ratios[0].abs()).any()):
             del to_hidden, to_weight
-            _, _, to_hidden, to_weight = ctx.lesson.run(hidden, weight, grads[0], ctx.products)
+            _, _, to_hidden, to_weight = ctx.lesson.run(hidden, weight, grads[0], *ctx.how)
         elif learned:
-            for gradient in (*to_hidden, to_weight):
+            for gradient in (*to_hidden, *([] if to_weight is None else [to_weight])):
                 gradient.mul_(ratios[0])
         return None, None, to_weight, *to_hidden
 

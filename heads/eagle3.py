@@ -114,7 +114,8 @@ class Eagle3Head(RecurrentHead):
         lesson = Lesson(self.teacher_rows(features, verifier, wanted), int(wanted.sum()), labels, self.config.loss)
         counts = supervised.flatten(1).sum(1)
         weights = self.config.decay ** torch.arange(self.config.depth, device=counts.device)
-        sums, correct = distil(lesson, hidden, self.lm_head.weight, weights / counts.clamp(min=1))
+        scales = weights / (counts if batch.counts is None else batch.counts).clamp(min=1)
+        sums, correct = distil(lesson, hidden, self.lm_head.weight, scales)
         return HeadLoss(sums, counts, correct, weights)
 
 

@@ -108,6 +108,21 @@ def test_without_gradients_there_are_only_values() -> None:
     assert sums.tolist() == pytest.approx([value.item() for value in expected])
 
 
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_a_frozen_output_layer_gets_no_gradient_and_the_states_still_do(factor: float) -> None:
+    teacher = Teacher()
+    lesson = Lesson(teacher, TEACHER_ROWS, [torch.tensor(rows, dtype=torch.long) for rows in ROWS], "ce")
+    found = []
+    for form in ("ours", "naive"):
+        weight, *hidden = learnable()
+        weight.requires_grad_(False)
+        sums = distil(lesson, hidden, weight, SCALES)[0] if form == "ours" else naive(teacher.table, hidden, weight, "ce")[0]
+        sum(factor * scale * value for scale, value in zip(SCALES, sums, strict=True)).backward()
+        assert weight.grad is None
+        found.append([state.grad for state, rows in zip(hidden, ROWS, strict=True) if rows])
+    assert all((ours - theirs).abs().max() < 1e-12 for ours, theirs in zip(*found, strict=True))
+
+
 def test_the_gradients_are_there_once() -> None:
     weight, *hidden = learnable()
     lesson = Lesson(Teacher(), TEACHER_ROWS, [torch.tensor(rows, dtype=torch.long) for rows in ROWS], "ce")

@@ -22,7 +22,8 @@ from machine import machine
 HERE = Path(__file__).parent
 PEER = HERE.parent / ".venv-peer" / "bin" / "python"
 OWN = [sys.executable, str(HERE / "eagle3_steps.py")]
-NAME, FROZEN, WHOLE, PEER_NAME = (
+NAME, FROZEN, WHOLE = "headstart", "headstart, output layer frozen", "whole logits"
+PEER_NAME = "speculators, output layer frozen"
     "headstart",
     "headstart, output layer frozen",
     "whole logits",

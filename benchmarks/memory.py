@@ -24,11 +24,6 @@ PEER = HERE.parent / ".venv-peer" / "bin" / "python"
 OWN = [sys.executable, str(HERE / "eagle3_steps.py")]
 NAME, FROZEN, WHOLE = "headstart", "headstart, output layer frozen", "whole logits"
 PEER_NAME = "speculators, output layer frozen"
-    "headstart",
-    "headstart, output layer frozen",
-    "whole logits",
-    "speculators, output layer frozen",
-)
 COMMANDS = {
     NAME: OWN,
     FROZEN: [*OWN, "--frozen"],

@@ -61,14 +61,19 @@ def train(
     overrides: Overrides = None,
     run_folder: Annotated[Path | None, typer.Option(help="Default: runs/NAME-OF-THE-RECIPE.")] = None,
 ) -> None:
-    """Train the head of a recipe."""
+    """Train the head of a recipe.
+
+    Under torchrun: on all its processes, as training.strategy says.
+    """
+    from .ranks import joined
     from .training.recipe import find_recipe, load_recipe
 
-    path = find_recipe(recipe)
-    checked = load_recipe(path, overrides or ())  # before torch is imported: faults show at once
-    from .jobs import train
+    with joined():
+        path = find_recipe(recipe)
+        checked = load_recipe(path, overrides or ())  # before torch is imported: faults show at once
+        from .jobs import train
 
-    train(checked, run_folder or Path("runs") / path.stem)
+        train(checked, run_folder or Path("runs") / path.stem)
 
 
 @app.command()

@@ -10,6 +10,7 @@ from typing import Any
 from .build import build_evaluator, build_judge, build_samplings, build_settings, build_tree, build_verifier
 from .build_data import Conversations, build_conversations, build_samples
 from .build_heads import build_head, needed_layers
+from .build_strategy import build_strategy, build_training_verifier, check_processes
 from .data.chat import Sample
 from .data.features import FeatureSource
 from .data.packing import batch_plan
@@ -21,9 +22,11 @@ from .heads.files import write_text
 from .heads.hub import load_head
 from .heads.verifier import Verifier
 from .progress import progress_bar, say
+from .ranks import in_turn, is_first
 from .runs import START, check_claim, claim
 from .training.recipe import Recipe, load_recipe
 from .training.sections.head import HeadSection
+from .training.strategies.sharded import leading
 from .training.trainer import fit
 
 LEARNING = (
@@ -52,20 +55,32 @@ class Workshop:
 
 def open_workshop(recipe: Recipe) -> Workshop:
     """Load the verifier, read the conversations, have them answered."""
-    conversations = build_conversations(recipe)  # files first: they are the likelier mistake and cost nothing
-    verifier = build_verifier(recipe)
-    samples, features = build_samples(recipe, verifier, conversations)
+    with in_turn():
+        conversations = build_conversations(recipe)  # files first: they are the likelier mistake and cost nothing
+    verifier = build_training_verifier(recipe)
+    with leading(verifier) as leads:  # what the first process has the verifier answer, the others find stored
+        if leads:
+            samples, features = build_samples(recipe, verifier, conversations)
+    if not is_first():
+        samples, features = build_samples(recipe, verifier, conversations)
     for line in conversations.skips.summary(conversations.skips.read):
         say(f"left out: {line}")
     tokens, learned = sum(len(s.ids) for s in samples), sum(sum(s.mask) for s in samples)
     say(f"training on {len(samples)} samples: {tokens} tokens, {learned} supervised")
-    evaluator = build_evaluator(recipe, build_judge(recipe, verifier), conversations.holdout)
+    judge = build_judge(recipe, verifier) if is_first() else verifier  # only the first process judges
+    evaluator = build_evaluator(recipe, judge, conversations.holdout)
     return Workshop(verifier, evaluator, conversations, samples, features, needed_layers(recipe, verifier))
 
 
 def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) -> None:
-    """Train the recipe's head into the run folder, or go on with what is there. Refuses a folder of another recipe."""
-    check_claim(run_folder, recipe)
+    """Train the recipe's head into the run folder, or go on with what is there. Refuses a folder of another recipe.
+
+    Stopped by SIGTERM, it saves and ends the process with 0: the same call goes on.
+    """
+    check_processes(recipe.training)
+    strategy = build_strategy(recipe.training)
+    if is_first():
+        check_claim(run_folder, recipe)
     workshop = workshop or open_workshop(recipe)
     verifier, training = workshop.verifier, workshop.samples
     if (run_folder / START).is_dir():
@@ -76,9 +91,10 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     section = recipe.training
     plan = batch_plan([len(s.ids) for s in training], section.batch_tokens, section.seed, section.steps, section.epochs)
     assert not head.needs or head.needs == workshop.layers, "the workshop was opened for other layers"
-    claim(run_folder, recipe)  # only now: bad input leaves no folder behind
-    workshop.conversations.skips.write(run_folder / "skipped.jsonl")
-    fit(
+    if is_first():
+        claim(run_folder, recipe)  # only now: bad input leaves no folder behind
+        workshop.conversations.skips.write(run_folder / "skipped.jsonl")
+    progress = fit(
         head,
         verifier,
         workshop.features,
@@ -86,7 +102,11 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
         build_settings(recipe),
         run_folder,
         lambda h: brief(workshop.evaluator.acceptance(h, tree, section.evaluate_prompts)),
+        strategy,
     )
+    if progress.judged < len(plan):
+        say(f"stopped at step {progress.step} of {len(plan)}, saved; the same command goes on")
+        raise SystemExit(0)
 
 
 def start_from(folder: Path, section: HeadSection) -> DraftHead:

@@ -1,4 +1,7 @@
-"""Progress bars on standard error: rate and time left in a terminal, a plain line now and then in a log file."""
+"""Progress bars on standard error: rate and time left in a terminal, a plain line now and then in a log file.
+
+Of several processes only the first speaks.
+"""
 
 import sys
 import time
@@ -7,6 +10,8 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from .ranks import is_first
 
 LINE_EVERY = 10.0  # seconds between lines where no terminal can draw a bar
 
@@ -22,6 +27,9 @@ def progress_bar(title: str, total: int, done: int = 0, unit: str = "") -> Itera
         counted += count
         return f"{counted / max(time.monotonic() - start, 1e-9):.0f} {unit}/s" if unit else ""
 
+    if not is_first():
+        yield lambda count, note="": None
+        return
     if Console(stderr=True).is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                    TimeRemainingColumn(), TextColumn("{task.fields[note]}"))  # fmt: skip
@@ -48,4 +56,5 @@ class _Lines:
 
 def say(message: str) -> None:
     """A line for people, beside the bars."""
-    print(message, file=sys.stderr, flush=True)
+    if is_first():
+        print(message, file=sys.stderr, flush=True)

@@ -12,6 +12,10 @@ from .heads.verifier import Verifier
 from .training.recipe import Recipe, load_recipe, recipe_yaml
 
 START = "start"  # in a run folder: an imported head that training goes on from
+FREE = {  # sections and fields that may change while a run goes on: how it is computed, looked at and judged
+    "evaluation", "training.strategy", "training.fsdp", "training.deepspeed", "training.accumulation", "training.log_every",
+    "training.save_every", "training.evaluate_every", "training.evaluate_prompts",
+}  # fmt: skip
 
 
 def open_run(run_folder: Path) -> tuple[Recipe, DraftHead, Verifier]:
@@ -24,10 +28,9 @@ def open_run(run_folder: Path) -> tuple[Recipe, DraftHead, Verifier]:
 
 
 def claim(run_folder: Path, recipe: Recipe) -> None:
-    """Write recipe.yaml, or check that the folder's recipe is this one."""
+    """Write recipe.yaml; where there is one, this must be the same recipe but for FREE fields."""
     check_claim(run_folder, recipe)
-    if not (run_folder / "recipe.yaml").exists():
-        write_text(run_folder / "recipe.yaml", recipe_yaml(recipe))
+    write_text(run_folder / "recipe.yaml", recipe_yaml(recipe))
 
 
 def check_claim(run_folder: Path, recipe: Recipe) -> None:
@@ -43,7 +46,9 @@ def check_claim(run_folder: Path, recipe: Recipe) -> None:
 
 
 def differences(there: Any, here: Any, key: str = "") -> list[str]:
-    """Dotted keys whose values differ, with both."""
+    """Dotted keys whose values differ, with both, but for FREE ones."""
+    if key in FREE:
+        return []
     if isinstance(there, dict) and isinstance(here, dict):
         keys = [*there, *(name for name in here if name not in there)]
         return [d for name in keys for d in differences(there.get(name), here.get(name), f"{key}.{name}".lstrip("."))]

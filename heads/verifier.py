@@ -40,6 +40,8 @@ class Features:
 class Verifier:
     """A decoder-only causal language model, frozen, with the few operations that drafting and verification need."""
 
+    sharded = False  # over processes: then a pass needs all of them
+
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer

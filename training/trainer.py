@@ -1,6 +1,7 @@
 """The training loop. Takes plain arguments; `build.py` builds them from a recipe."""
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,15 +14,19 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from ..data.features import FeatureSource
-from ..errors import UserError
-from ..heads.base import DraftHead
+from ..heads.base import Batch, DraftHead
 from ..heads.hub import save_head
 from ..heads.losses import HeadLoss
-from ..heads.verifier import Verifier
+from ..heads.verifier import Features, Verifier
 from ..progress import progress_bar
+from ..ranks import rank, share, total, world
 from .checkpoint import Checkpoints, Progress
 from .muon import Muon
-from .tracking import Metrics
+from .stopping import Stop, stopping
+from .strategies.base import Strategy
+from .strategies.plain import Plain
+from .strategies.sharded import leading
+from .tracking import Metrics, Report
 
 Evaluate = Callable[[DraftHead], dict[str, Any]]  # held-out decoding: at least {"tau": ..}
 
@@ -37,6 +42,8 @@ class Settings:
     weight_decay: float
     betas: tuple[float, float]
     clip: float
+    accumulation: int
+    seed: int
     log_every: int
     save_every: int | None
     evaluate_every: int | None
@@ -50,40 +57,42 @@ def fit(
     settings: Settings,
     run_folder: Path,
     evaluate: Evaluate,
+    strategy: Strategy | None = None,
+    report: Report = lambda step, values: None,
 ) -> Progress:
     """Train `head` on the batches of `plan` (sample indices, one entry an optimizer step), resuming what the run folder holds.
 
     Keeps the head of the best held-out tau in run_folder/head. Trainable weights and moments are float32; under a verifier in
-    half precision products are bfloat16.
+    half precision products are bfloat16. On SIGTERM saves after the step at hand and returns before the plan's end.
     """
-    half = verifier.dtype.itemsize == 2
-    optimizers = make_optimizers(head, settings, torch.bfloat16 if half else torch.float32)
+    strategy = strategy or Plain()
+    products = torch.bfloat16 if verifier.dtype.itemsize == 2 else torch.float32
     checkpoints = Checkpoints(run_folder / "checkpoints")
-    progress = checkpoints.load(head, optimizers)
-    metrics = Metrics(run_folder / "metrics.jsonl", progress.step)
+    progress = checkpoints.load(head, strategy, lambda: make_optimizers(head, settings, products))
+    kept = replace(progress)
+    metrics = Metrics(run_folder / "metrics.jsonl", progress.step, report)
     window = Window(progress.seconds)
     head.train()
-    with progress_bar(f"training {head.kind}", len(plan), progress.step) as bar:
-        for indices in plan[progress.step :]:
-            share = rate(progress.step, len(plan), settings.warmup, settings.schedule)
-            set_learning_rate(optimizers, settings.learning_rate * share)
-            batch, features = source.load(indices)
-            with torch.autocast(verifier.device.type, torch.bfloat16, enabled=half):
-                losses = head.loss(batch, features, verifier)
-            norm = step(head, losses, optimizers, settings.clip, progress.step)
-            progress.step += 1
-            window.add(losses, norm, int(batch.lengths.sum()))
-            bar(1, f"loss {window.mean_loss():.3f}  {window.tokens_per_second():.0f} tokens/s")
-            last = progress.step == len(plan)
-            if last or progress.step % settings.log_every == 0:
-                metrics.log(progress.step, learning_rate=settings.learning_rate * share, **window.flush())
-            if last or due(progress.step, settings.evaluate_every):
+    with progress_bar(f"training {head.kind}", len(plan), progress.step) as bar, stopping() as stop:
+        while True:
+            finished = progress.step == len(plan)
+            unjudged = progress.judged < progress.step and not stop.agreed
+            if unjudged and (finished or due(progress.step, settings.evaluate_every)):
                 with window.paused():
-                    judge(head, evaluate, progress, metrics, run_folder)
-            if last or due(progress.step, settings.save_every):
+                    judge(strategy, verifier, evaluate, progress, metrics, run_folder, stop)
+            if progress != kept and (finished or stop.agreed or due(progress.step, settings.save_every)):
                 progress.seconds = window.seconds()
-                checkpoints.save(head, optimizers, progress)
-    return progress
+                checkpoints.save(strategy, progress)
+                kept = replace(progress)
+            if finished or stop.agreed:
+                return progress
+            share = rate(progress.step, len(plan), settings.warmup, settings.schedule)
+            set_learning_rate(strategy.optimizers, settings.learning_rate * share)
+            step(strategy, verifier, source, plan[progress.step], settings, progress.step + 1, window, stop)
+            progress.step += 1
+            bar(1, f"loss {window.mean_loss():.3f}  {window.tokens_per_second():.0f} tokens/s")
+            if progress.step == len(plan) or progress.step % settings.log_every == 0:
+                metrics.log(progress.step, learning_rate=settings.learning_rate * share, **window.flush())
 
 
 def make_optimizers(head: nn.Module, settings: Settings, products: torch.dtype = torch.float32) -> list[Optimizer]:
@@ -117,34 +126,68 @@ def rate(done: int, steps: int, warmup: float, schedule: str) -> float:
     return 0.5 * (1 + math.cos(math.pi * (done - warm) / max(steps - warm, 1)))
 
 
-def step(head: nn.Module, losses: HeadLoss, optimizers: Sequence[Optimizer], clip: float, number: int) -> float:
-    """One optimizer step; returns the gradient's norm before clipping. A batch without a label changes nothing."""
-    head.zero_grad(set_to_none=True)
-    if not bool(losses.counts.any()):
-        return 0.0
-    losses.total().backward()
-    norm = nn.utils.clip_grad_norm_(head.parameters(), clip).item()
-    if not math.isfinite(norm):
-        raise UserError(f"step {number + 1}: the gradient is {norm}; lower training.learning_rate or look at the data")
-    for optimizer in optimizers:
-        optimizer.step()
-    return norm
+def step(
+    strategy: Strategy, verifier: Verifier, source: FeatureSource, indices: Sequence[int], settings: Settings, number: int,
+    window: "Window", stop: Stop,
+) -> None:  # fmt: skip
+    """One optimizer step on these samples, of which every process takes its micro-batches. Without a label nothing changes."""
+    torch.manual_seed(random.Random(f"{settings.seed}-{number}-{rank()}").getrandbits(63))  # a head may draw noise
+    mine = shares(indices, settings.accumulation)
+    parts = [load(source, part) for part in mine]
+    counts = torch.stack([strategy.head.supervised(*part).flatten(1).sum(1) for part in parts]).sum(0)
+    *everyone, wishes = total(torch.stack([*counts, counts.new_tensor(stop.requested)])).tolist()
+    stop.agreed = wishes > 0
+    norm, losses = 0.0, []
+    for i, (batch, features) in enumerate(parts):
+        with torch.autocast(verifier.device.type, torch.bfloat16, enabled=verifier.dtype.itemsize == 2):
+            losses.append(strategy.loss(batch, features, verifier))
+        if any(everyone):
+            strategy.backward(losses[-1].total(counts.new_tensor(everyone)), last=i == len(parts) - 1)
+    if any(everyone):
+        norm = strategy.step(settings.clip, number)
+    window.add(losses, norm, sum(int(batch.lengths.sum()) for (batch, _), part in zip(parts, mine, strict=True) if part))
+
+
+def shares(indices: Sequence[int], accumulation: int) -> list[Sequence[int]]:
+    """This process's micro-batches of an optimizer step, some empty where there are fewer samples than micro-batches.
+
+    Samples lie in order of length: dealt out one by one, all shares are about equal.
+    """
+    return [indices[rank() + world() * i :: world() * accumulation] for i in range(accumulation)]
+
+
+def load(source: FeatureSource, indices: Sequence[int]) -> tuple[Batch, Features]:
+    """A micro-batch; a silent one, which keeps step with the other processes, where there are no samples."""
+    if indices:
+        return source.load(indices)
+    batch, features = source.load([0])
+    assert features.choice is not None
+    silent = replace(batch, mask=torch.zeros_like(batch.mask))
+    return silent, replace(features, choice=torch.full_like(features.choice, -1))
 
 
 def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def judge(head: DraftHead, evaluate: Evaluate, progress: Progress, metrics: Metrics, run_folder: Path) -> None:
-    """Decode held-out prompts for real and keep the head if it is the best so far."""
-    head.eval()
-    held_out = evaluate(head)
-    head.train()
-    metrics.log(progress.step, held_out=held_out)
-    tau = held_out["tau"] or 0.0  # None: every answer ended before its first round
-    if tau > progress.best_tau or not (run_folder / "head").exists():
-        progress.best_tau = tau
-        save_head(head, run_folder / "head")
+def judge(
+    strategy: Strategy, verifier: Verifier, evaluate: Evaluate, progress: Progress, metrics: Metrics, run_folder: Path,
+    stop: Stop,
+) -> None:  # fmt: skip
+    """Decode held-out prompts for real and keep the head if it is the best so far. A wish to stop leaves it for later."""
+    head = strategy.whole()
+    with leading(verifier, stop) as leads:
+        if leads:
+            held_out = evaluate(head)
+            metrics.log(progress.step, held_out=held_out)
+            tau = held_out["tau"] or 0.0  # None: every answer ended before its first round
+            if tau > progress.best_tau or not (run_folder / "head").exists():
+                progress.best_tau = tau
+                save_head(head, run_folder / "head")
+            progress.judged = progress.step
+    strategy.head.train()
+    progress.judged = share(progress.judged)
+    stop.agreed = progress.judged < progress.step
 
 
 class Window:
@@ -160,8 +203,8 @@ class Window:
         self.tokens = 0
         self.since = time.perf_counter()
 
-    def add(self, losses: HeadLoss, norm: float, tokens: int) -> None:
-        self.losses.append(replace(losses, sums=losses.sums.detach()))
+    def add(self, losses: Sequence[HeadLoss], norm: float, tokens: int) -> None:
+        self.losses += [replace(loss, sums=loss.sums.detach()) for loss in losses]
         self.norms.append(norm)
         self.tokens += tokens
 
@@ -191,8 +234,9 @@ class Window:
         return HeadLoss(sums, counts, correct, self.losses[0].weights, parts)
 
     def flush(self) -> dict[str, Any]:
-        """The line to log: token means over the window, each depth by its own supervised labels."""
-        joined = self._joined()
+        """The line to log: token means over the window and all processes, each depth by its own labels (collective)."""
+        joined = of_all_processes(self._joined())
+        self.tokens = int(total(torch.tensor(self.tokens)))
         counts = joined.counts.clamp(min=1)
         line = {
             "loss": joined.total().item(),
@@ -206,3 +250,11 @@ class Window:
         }
         self.reset()
         return line
+
+
+def of_all_processes(loss: HeadLoss) -> HeadLoss:
+    """The sums of a loss over all processes."""
+    names = ("sums", "counts", "correct")
+    tensors = [getattr(loss, name) for name in names] + list(loss.parts.values())
+    summed = [total(tensor).to(tensor.device) for tensor in tensors]
+    return replace(loss, **dict(zip(names, summed, strict=False)), parts=dict(zip(loss.parts, summed[3:], strict=True)))

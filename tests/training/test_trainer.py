@@ -21,7 +21,7 @@ from headstart.training.trainer import Settings, Window, due, fit, make_optimize
 
 SETTINGS = Settings(
     optimizer="adamw", learning_rate=1e-3, warmup=0.1, schedule="cosine", weight_decay=0.01, betas=(0.9, 0.95), clip=0.5,
-    log_every=3, save_every=7, evaluate_every=5,
+    accumulation=1, seed=0, log_every=3, save_every=7, evaluate_every=5,
 )  # fmt: skip
 PLAN = [[(3 * i + j) % 8 for j in range(3)] for i in range(20)]
 

@@ -6,6 +6,22 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from .base import Section
 
+STRATEGIES = Literal["single", "ddp", "fsdp", "deepspeed"]
+
+
+class FsdpSection(Section):
+    """What FSDP2 shards besides the verifier's layers."""
+
+    head: bool = Field(default=False, description="shard the head too: its weights, gradients and moments")
+
+
+class DeepspeedSection(Section):
+    """Where DeepSpeed's own settings stand."""
+
+    config: str = Field(
+        default="zero2", min_length=1, description="zero1, zero2 or zero3 (shipped), or a JSON file of DeepSpeed's"
+    )
+
 
 class TrainingSection(Section):
     """The loop: length, optimizer, and how often it speaks."""
@@ -13,6 +29,13 @@ class TrainingSection(Section):
     steps: int | None = Field(default=None, ge=1, description="optimizer steps (this or epochs)")
     epochs: float | None = Field(default=None, gt=0, validate_default=True, description="passes over the data (this or steps)")
     batch_tokens: int = Field(default=8192, ge=1, description="tokens an optimizer step, over all processes")
+    strategy: STRATEGIES = Field(
+        default="single",
+        description="one process, or how those that torchrun starts share the work; fsdp and ZeRO-3 shard the verifier too",
+    )
+    fsdp: FsdpSection = Field(default=FsdpSection(), description="of strategy fsdp")
+    deepspeed: DeepspeedSection = Field(default=DeepspeedSection(), description="of strategy deepspeed")
+    accumulation: int = Field(default=1, ge=1, description="micro-batches that each process divides its share of a step into")
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw", description="adamw, or muon for the matrices between hidden states and adamw for the rest"
     )
@@ -33,6 +56,14 @@ class TrainingSection(Section):
     evaluate_prompts: int | None = Field(
         default=None, ge=1, description="prompts of a held-out evaluation while training; null is all of evaluation.prompts"
     )
+
+    @field_validator("optimizer")
+    @classmethod
+    def _whole_matrices(cls, optimizer: str, info: ValidationInfo) -> str:
+        strategy, fsdp = info.data.get("strategy"), info.data.get("fsdp")
+        if optimizer == "muon" and (strategy == "deepspeed" or (strategy == "fsdp" and fsdp and fsdp.head)):
+            raise ValueError("muon needs whole matrices, which deepspeed and training.fsdp.head divide; use adamw")
+        return optimizer
 
     @field_validator("epochs")
     @classmethod

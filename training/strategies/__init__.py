@@ -1,0 +1,1 @@
+"""How several processes train one head, a file a strategy."""

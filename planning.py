@@ -13,6 +13,7 @@ import torch
 from .build import build_settings, build_verifier
 from .build_data import Conversations, build_conversations, build_samples
 from .build_heads import CONFIGS, build_head, eagle3_layers, head_fields, vocabulary_size
+from .build_strategy import deepspeed_config
 from .data.chat import prompt_ids, samples
 from .data.conversations import spread
 from .data.packing import batch_plan
@@ -29,13 +30,14 @@ from .training.sections.head import Eagle3Section, MedusaSection
 from .training.sections.training import TrainingSection
 from .training.trainer import fit
 
+ZERO: dict[int, Strategy] = {1: "zero1", 2: "zero2", 3: "zero3"}
 PROBE_STEPS = 10
 PROBE_ROWS = 64  # conversations it reads
 LOOKED_AT = 256  # conversations whose tokens are counted
 
 
 def dry_run(recipe: Recipe, ranks: int, device_memory: float | None, probe: bool) -> dict[str, Any]:
-    """Parameters, memory by part of each of `ranks` processes, steps, tokens and time. device_memory: GB; None: of this machine.
+    """Parameters, memory by part of each of `ranks` processes, steps, tokens and time. device_memory: GB; None: this machine's.
 
     The verifier's config.json is enough for all but the time.
     """
@@ -49,20 +51,30 @@ def dry_run(recipe: Recipe, ranks: int, device_memory: float | None, probe: bool
     conversations = read_data(recipe, warnings)
     steps, tokens = length(recipe, conversations)
     needed = sum(parts.values()) / 1e9
-    if needed > available:
+    fits = needed <= available
+    if not fits:
         warnings.append(
             f"a process needs about {needed:.1f} GB on a device of {available:.1f} GB; {advice(strategy, ranks, sizes, work)}"
         )
-    host = host_features(tokens, work) / 1e9 if recipe.data.features == "memory" and tokens else 0.0
+    host = 0.0
+    if recipe.data.features == "memory" and conversations is not None:
+        host = host_features(round(len(conversations.train) * tokens_each(recipe, conversations)), work) / 1e9
     if host > (limit := memory_of(torch.device("cpu")) / 1e9):
+        fits = False
         warnings.append(f"data.features: memory keeps {host:.1f} GB of states, this machine has {limit:.1f} GB; use online")
-    rate, why_not = None, "not asked for"
+    rate: float | None = None
+    why_not: str | None = "not asked for"
     if probe:
         alone = sum(memory("single", 1, sizes, head_sizes(recipe, facts, head), work).values()) / 1e9
-        fits = alone <= memory_of(resolve_device(recipe.verifier.device)) / 1e9
-        rate, why_not = probed(recipe, ranks, conversations) if fits else (None, "one process alone does not fit here")
+        here = memory_of(resolve_device(recipe.verifier.device)) / 1e9
+        rate, why_not = probed(recipe, ranks, conversations) if alone <= here else (None, "one process does not fit here")
     return {
-        "verifier": {"name": recipe.verifier.model, "parameters": sizes.total, "active": sizes.active, "dtype": str(model.dtype)},
+        "verifier": {
+            "name": recipe.verifier.model,
+            "parameters": sizes.total,
+            "active": sizes.active,
+            "dtype": str(model.dtype),
+        },
         "head": {"kind": head.kind, "parameters": count(head)},
         "strategy": strategy,
         "ranks": ranks,
@@ -75,6 +87,7 @@ def dry_run(recipe: Recipe, ranks: int, device_memory: float | None, probe: bool
         "tokens_per_second": rate and round(rate * ranks, 1),
         "hours": rate and tokens and round(tokens / (rate * ranks) / 3600, 3),
         "not_probed": why_not,
+        "fits": fits,
         "warnings": warnings,
     }
 
@@ -92,14 +105,8 @@ def strategy_of(section: TrainingSection) -> Strategy:
         return "fsdp_head" if section.fsdp.head else "fsdp"
     if section.strategy != "deepspeed":
         return section.strategy
-    name = section.deepspeed.config
-    if name not in ("zero1", "zero2", "zero3"):
-        try:
-            stage = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))["zero_optimization"]["stage"]
-            name = {1: "zero1", 2: "zero2", 3: "zero3"}[stage]
-        except (OSError, ValueError, KeyError, TypeError):
-            raise UserError(f"training.deepspeed.config: {name}: no DeepSpeed settings with a stage from 1 to 3") from None
-    return {"zero1": "zero1", "zero2": "zero2", "zero3": "zero3"}[name]  # type: ignore[return-value]
+    stage: int = deepspeed_config(section)["zero_optimization"]["stage"]
+    return ZERO[stage]
 
 
 def step_work(recipe: Recipe, facts: Facts, itemsize: int, ranks: int) -> Work:

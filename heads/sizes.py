@@ -1,4 +1,4 @@
-"""How many parameters there are, and what they cost: of a verifier and of a head. Works on models without storage (meta) too."""
+"""How many parameters a verifier and a head have, and what they cost. Works on models without storage (meta) too."""
 
 from dataclasses import dataclass
 

@@ -62,7 +62,7 @@ def memory(strategy: Strategy, ranks: int, verifier: VerifierSizes, head: HeadSi
 
 
 def verifier_weights(strategy: Strategy, ranks: int, verifier: VerifierSizes) -> float:
-    """Sharded by layer, embedding and lm_head stay whole, and two layers are whole for a moment: the one that runs, the next."""
+    """Sharded by layer, embedding and lm_head stay whole, and two layers are whole at a time: the one that runs, the next."""
     if strategy in SHARDS_VERIFIER and ranks > 1:
         return verifier.outside + verifier.layers / ranks + 2 * verifier.layer
     return float(verifier.total)

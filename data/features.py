@@ -13,7 +13,9 @@ from .packing import collate, split_by_tokens
 
 
 class FeatureSource(ABC):
-    """Batches with the verifier states a head needs."""
+    """Batches with the verifier states a head needs. lap: is told what the time since it was last called went into."""
+
+    lap: Callable[[str], None] = staticmethod(lambda part: None)
 
     @abstractmethod
     def load(self, indices: Sequence[int]) -> tuple[Batch, Features]:
@@ -28,7 +30,10 @@ class OnlineFeatures(FeatureSource):
 
     def load(self, indices: Sequence[int]) -> tuple[Batch, Features]:
         batch = collate([self.samples[i] for i in indices], self.verifier.device)
-        return batch, compute(self.verifier, batch, self.layers)
+        self.lap("data")
+        features = compute(self.verifier, batch, self.layers)
+        self.lap("verifier")
+        return batch, features
 
 
 class MemoryFeatures(FeatureSource):

@@ -69,7 +69,8 @@ class ShardedHead(Plain):
         self.device = next(head.parameters()).device
         fully_shard(head, mesh=init_device_mesh(self.device.type, (world(),)), reshard_after_forward=False)
         register_fsdp_forward_method(head, "loss")
-        head.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # sums: the loss is normalised already
+        head.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # sums, not means: the loss is normalised
+        head.set_gradient_divide_factor(1.0)  # type: ignore[operator]
         self.head, self.optimizers = head, optimizers()
 
     def sum_gradients(self) -> None:

@@ -4,6 +4,7 @@ DeepSpeed's configuration comes from a file; what the training loop decides (mic
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,11 @@ class LossModule(nn.Module):
         super().__init__()
         self.head = head
 
-    def forward(self, batch: Batch, features: Features, verifier: Verifier) -> tuple[Tensor, ...]:
+    def forward(self, batch: Batch, features: Features, verifier: Verifier, zero: Tensor | None) -> tuple[Tensor, ...]:
+        """zero: a 0.0 that asks for a gradient. ZeRO-3 takes the weights away once the gradients of a module's inputs are there,
+        so there must be one, and it must be the last that the backward pass comes to."""
+        if zero is not None:
+            features = replace(features, last=features.last + zero, layers=features.layers + zero)
         loss = self.head.loss(batch, features, verifier)
         self.names = list(loss.parts)
         return (loss.sums, loss.counts, loss.correct, loss.weights, *loss.parts.values())
@@ -50,6 +55,8 @@ class Zero(Strategy):
             raise UserError("training.strategy: deepspeed is not installed; pip install 'headstart[deepspeed]'") from None
         make_equal(head)
         self.head, self.device = head, next(head.parameters()).device
+        if self.device.type == "cpu":  # it would compile an extension, for sums within one machine
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         module = LossModule(head)
         if self.stage == 3:  # the loss reads weights of inner modules: all are there or none
             deepspeed.utils.set_z3_leaf_modules(module, [LossModule])
@@ -59,7 +66,8 @@ class Zero(Strategy):
         self.optimizers = [self.zero]
 
     def loss(self, batch: Batch, features: Features, verifier: Verifier) -> HeadLoss:
-        sums, counts, correct, weights, *parts = self.engine(batch, features, verifier)
+        zero = features.last.new_zeros(()).requires_grad_() if self.stage == 3 else None
+        sums, counts, correct, weights, *parts = self.engine(batch, features, verifier, zero)
         return HeadLoss(sums, counts, correct, weights, dict(zip(self.module.names, parts, strict=True)))
 
     def backward(self, loss: Tensor, last: bool) -> None:

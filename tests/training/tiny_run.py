@@ -1,10 +1,13 @@
 """A tiny verifier and chat file in a folder, recipes for them, and real processes that train on them."""
 
 import json
+import multiprocessing
 import os
 import random
-import subprocess
+import socket
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,10 @@ from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-PACKAGE = Path(__file__).parents[2]
+import headstart.cli
+from headstart import ranks
+from headstart.errors import UserError
+
 TEMPLATE = (
     "{% for m in messages %}{{ '<u>' if m['role'] == 'user' else '<a>' }}{{ m['content'] }}{{ '</s>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
@@ -70,22 +76,55 @@ def write_recipe(path: Path, verifier: Path, chats: Path, **training: Any) -> Pa
     return path
 
 
-def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    return kept | {"PYTHONPATH": str(PACKAGE.parent), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | more
+class Processes:
+    """`headstart` on several processes as torchrun starts them, forked from one that has imported everything already."""
+
+    def __init__(self, count: int, arguments: list[object], output: Path, **environment: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self.outputs = [output.with_name(f"{output.name}-{rank}.txt") for rank in range(count or 1)]
+        self.all = []
+        for rank, told in enumerate(self.outputs):
+            own = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count else {}
+            process = FORKS.Process(target=run_one, args=([str(a) for a in arguments], own | environment, told))
+            process.start()
+            self.all.append(process)
+
+    def wait(self, seconds: float = 240) -> list[int | None]:
+        """Exit codes, negative where a signal ended the process; None for one that had to be killed now."""
+        end = time.monotonic() + seconds
+        for process in self.all:
+            process.join(max(0.1, end - time.monotonic()))
+        codes = [process.exitcode for process in self.all]
+        for process in self.all:
+            process.kill()
+        return codes
+
+    def kill(self, number: int) -> None:
+        for process in self.all:
+            os.kill(process.pid, number)
+
+    def told(self) -> list[str]:
+        return [path.read_text(encoding="utf-8") for path in self.outputs]
 
 
-def command(processes: int, *options: str) -> list[str]:
-    """`headstart` under torchrun, or by itself as one process."""
-    if processes == 0:
-        return [sys.executable, "-m", "headstart"]
-    nodes = ["--standalone", "--nproc-per-node", str(processes)]
-    return [sys.executable, "-m", "torch.distributed.run", *nodes, *options, "-m", "headstart"]
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["headstart.jobs", "torch._dynamo", "tiny_run"])
 
 
-def train(recipe: Path, folder: Path, processes: int = 0, *overrides: str, **more: str) -> subprocess.CompletedProcess[str]:
-    line = [*command(processes), "train", str(recipe), *overrides, "--run-folder", str(folder)]
-    return subprocess.run(line, env=environment(**more), capture_output=True, text=True, timeout=300)
+def run_one(arguments: list[str], environment: dict[str, str], output: Path) -> None:
+    os.environ |= environment
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    for patch in filter(None, os.environ.get("PATCHES", "").split(",")):
+        PATCHES[patch]()
+    code = headstart.cli.run(arguments)
+    sys.stdout.flush()
+    sys.exit(code)
 
 
 def lines(folder: Path, key: str = "loss") -> dict[int, Any]:
@@ -96,3 +135,69 @@ def lines(folder: Path, key: str = "loss") -> dict[int, Any]:
 
 def weights(folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoints" / f"step-{step}" / "head.safetensors")
+
+
+# What a test plants in the processes it starts, by name: PATCHES=name in their environment.
+
+
+def slow_steps() -> None:
+    from headstart.training import trainer
+
+    step = trainer.step
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.3)
+        step(*arguments)
+
+    trainer.step = slow
+
+
+def slow_judge() -> None:
+    from headstart.training import trainer
+
+    evaluate = trainer.save_head
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(20)
+        evaluate(*arguments)
+
+    trainer.save_head = slow
+
+
+def second_rank_fails() -> None:
+    from headstart.training import trainer
+
+    step = trainer.step
+
+    def failing(*arguments: Any) -> None:
+        if arguments[5] == 4 and ranks.rank() == 1:
+            raise UserError("the second rank has had enough")
+        step(*arguments)
+
+    trainer.step = failing
+
+
+def dies_while_saving(nth: int) -> Callable[[], None]:
+    """kill -9 at the nth renaming of a folder: a checkpoint's files are there, under another name."""
+
+    def plant() -> None:
+        rename, calls = Path.rename, []
+
+        def renamed(path: Path, target: Path) -> Path:
+            if "checkpoints" in str(path):
+                calls.append(path)
+                if len(calls) == nth:
+                    os.kill(os.getpid(), 9)
+            return rename(path, target)
+
+        Path.rename = renamed  # type: ignore[method-assign]
+
+    return plant
+
+
+PATCHES: dict[str, Callable[[], None]] = {
+    "slow_steps": slow_steps,
+    "slow_judge": slow_judge,
+    "second_rank_fails": second_rank_fails,
+    "dies_at_second_save": dies_while_saving(2),
+}

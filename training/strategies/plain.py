@@ -69,8 +69,8 @@ class Plain(Strategy):
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
     def placed(self, state: dict[str, Tensor], parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The moments of a whole parameter as its optimizer holds them."""
-        return state
+        """The moments of a whole parameter as its optimizer holds them: of its own, to write to."""
+        return {key: value.clone() for key, value in state.items()}
 
     def whole(self) -> DraftHead:
         return self.head.eval()

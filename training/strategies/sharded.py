@@ -91,7 +91,7 @@ class ShardedHead(Plain):
         assert isinstance(parameter, DTensor)
         mesh, placements = parameter.device_mesh, parameter.placements
         return {
-            key: distribute_tensor(value.to(self.device), mesh, placements) if value.dim() else value
+            key: distribute_tensor(value.to(self.device), mesh, placements) if value.dim() else value.clone()
             for key, value in state.items()
         }
 

@@ -103,7 +103,7 @@ class Zero(Strategy):
             return {}
         count = states[self.flats()[0]]["step"]
         return {
-            name: {"step": count} | {key: safe_get_full_optimizer_state(p, key) for key in MOMENTS}
+            name: {"step": count.clone()} | {key: safe_get_full_optimizer_state(p, key) for key in MOMENTS}
             for name, p in self.parameters().items()
         }
 

@@ -31,13 +31,15 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
-types: $(READY)
-	mkdir -p .types && ln -sfn .. .types/headstart  # the root is the package: give mypy its name
+.types/headstart:  # the root is the package: mypy and mkdocs need its name
+	mkdir -p .types && ln -sfn .. .types/headstart
+
+types: $(READY) .types/headstart
 	$(BIN)/mypy
 
-docs: $(READY)
-	$(BIN)/python -c 'import mkdocs' 2>/dev/null || $(BIN)/pip install $(QUIETLY) -c constraints.txt -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir build/site
+docs: $(READY) .types/headstart
+	$(BIN)/python -c 'import mkdocs, mkdocstrings' 2>/dev/null || $(BIN)/pip install $(QUIETLY) -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --site-dir build/site
 
 $(ENGINE)/.ready:  # vLLM brings its own torch: an environment of its own
 	$(PYTHON) -m venv $(ENGINE)

@@ -1,4 +1,4 @@
-"""`headstart export`, `verify-export`, `import`: heads to and from other formats."""
+"""`headstart export`, `verify-export`, `import`, `push`: heads to and from other formats."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -77,3 +77,24 @@ def import_head(
     from .shipping import import_head
 
     import_head(source, verifier, run_folder, engine, allow_pickle)
+
+
+@app.command()
+def push(
+    run: Annotated[Path, typer.Argument(help="An evaluated run folder.")],
+    to: Annotated[str, typer.Option(help="vllm, sglang, speculators, eagle, medusa or tensorrt-llm.")],
+    repo: Annotated[str, typer.Option(help="OWNER/NAME on the hub; made private where it is new.")],
+    verifier: Annotated[str | None, typer.Option(help="Its hub id, where the run has a folder or a builtin.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of the tensors; float32 changes nothing.")] = Dtype.float32,
+    license: Annotated[str, typer.Option(help="Of the head, as the hub spells it, such as apache-2.0.")] = "other",
+    public: Annotated[bool, typer.Option("--public", help="Make the repository public.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent; send nothing.")] = False,
+) -> None:
+    """Publish a head on the hub with its model card.
+
+    Needs a token (HF_TOKEN or `hf auth login`); HF_ENDPOINT names another hub.
+    """
+    check_run(run)
+    from .push import push_run
+
+    print(push_run(run, to, repo, dtype.value, verifier, license, public, dry_run))

@@ -22,6 +22,7 @@ from .heads.files import write_text
 from .heads.hub import load_head
 from .heads.verifier import Verifier
 from .progress import progress_bar, say
+from .provenance import provenance
 from .ranks import in_turn, is_first
 from .runs import START, check_claim, claim
 from .training.recipe import Recipe, load_recipe
@@ -94,6 +95,7 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     if is_first():
         claim(run_folder, recipe)  # only now: bad input leaves no folder behind
         workshop.conversations.skips.write(run_folder / "skipped.jsonl")
+        write_text(run_folder / "provenance.json", json.dumps(provenance(verifier, training), indent=1) + "\n")
     progress = fit(
         head,
         verifier,

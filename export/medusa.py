@@ -19,7 +19,7 @@ def export(order: Order) -> Export:
     config = head.config
     if config.draft_vocab_size != config.vocab_size:
         raise refusal("medusa", f"its heads rank the whole vocabulary of {config.vocab_size}, this head knows "
-                      f"{config.draft_vocab_size} tokens", "--to vllm, which has a token_map")  # fmt: skip
+                      f"{config.draft_vocab_size} tokens", "--to vllm, which can leave tokens out")  # fmt: skip
     name = needs_name(order, "medusa")
     tensors: dict[str, Tensor] = {}
     for (h, block, part), tensor in block_tensors(head).items():
@@ -48,15 +48,15 @@ def vllm_config(order: Order, head: MedusaHead) -> dict[str, Any]:
         "num_hidden_layers": config.blocks,
         "medusa_fc_bias": True,  # false when absent, and then the biases are dropped silently
         "original_lm_head": config.lm_head == "shared",
-        "truncated_vocab_size": config.draft_vocab_size,
+        "truncated_vocab_size": config.vocab_size,  # vLLM fails on the token_map that a smaller one needs
         "dtype": order.dtype_name,
     }
 
 
 def vllm_tensors(order: Order, head: MedusaHead) -> dict[str, Tensor]:
-    """One lm_head where it is shared (with the verifier's logit scale in it), else one a head; Q rows each.
+    """One lm_head [V, d] where it is shared (with the verifier's logit scale in it), else one a head.
 
-    A vocabulary that is not the whole one needs `token_map` [Q]: the verifier id of each row.
+    Rows of tokens that the head does not know are zero: their logits are 0, below those that a head is sure of.
     """
     config = head.config
     tensors: dict[str, Tensor] = {}
@@ -64,9 +64,9 @@ def vllm_tensors(order: Order, head: MedusaHead) -> dict[str, Tensor]:
         tensors[f"blocks.{h}.layers.{block}.{part}"] = order.cast(tensor)
     outputs = head.output_weights(order.verifier)
     for h, weight in enumerate(outputs[:1] if config.lm_head == "shared" else outputs):
-        tensors[f"lm_heads.{h}.weight"] = order.cast(weight)
-    if config.draft_vocab_size < config.vocab_size:
-        tensors["token_map"] = head.target_ids.detach().cpu().clone()
+        rows = order.cast(weight)
+        whole = rows.new_zeros(config.vocab_size, rows.shape[1])
+        tensors[f"lm_heads.{h}.weight"] = whole.index_copy(0, head.target_ids.cpu(), rows)
     return tensors
 
 

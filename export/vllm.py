@@ -36,9 +36,11 @@ def eagle3(order: Order) -> Export:
 
 
 def medusa(order: Order, head: MedusaHead) -> Export:
-    command, note = serve(order, "medusa", head.config.heads), "vLLM drafts a chain of each head's likeliest token."
+    command, notes = serve(order, "medusa", head.config.heads), ["vLLM drafts a chain of each head's likeliest token."]
+    if head.config.draft_vocab_size < head.config.vocab_size:
+        notes.append(f"The heads know {head.config.draft_vocab_size} tokens; rows of the others are zero.")
     versions = "vLLM 0.32 and older (0.33 has no Medusa)"
-    return Export(versions, vllm_config(order, head), vllm_tensors(order, head), command, (note,))
+    return Export(versions, vllm_config(order, head), vllm_tensors(order, head), command, tuple(notes))
 
 
 def serve(order: Order, method: str, tokens: int) -> str:

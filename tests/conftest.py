@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import make_run, verifier_folder  # noqa: F401  (fixtures)
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -101,6 +101,11 @@ def check_token_map(token_map: Tensor | None, config: dict[str, Any]) -> Iterato
         yield f"token_map: is {token_map.dtype} {list(token_map.shape)}, must be torch.int64 [{rows}]"
     elif len(token_map.unique()) != rows or int(token_map.min()) < 0 or int(token_map.max()) >= size:
         yield f"token_map: must be distinct ids below {size}"
+    else:
+        yield (
+            'loading: vLLM 0.32 ends with "weights were not initialized" on any token_map; write all rows of lm_heads, zeros '
+            "where nothing is drafted"
+        )
 
 
 def broken_original(folder: Folder) -> Iterator[str]:
@@ -151,4 +156,13 @@ def parse(folder: Folder, engine: str) -> Parsed:
         for h in range(heads)
     ]
     outputs = [tensors[f"lm_heads.{0 if shared else h}.weight"] for h in range(heads)]
-    return Parsed(blocks, outputs, tensors.get("token_map"))
+    return Parsed(blocks, *drafted_rows(outputs, tensors.get("token_map")))
+
+
+def drafted_rows(outputs: list[Tensor], token_map: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+    """Without rows that are zero in every head: such a token is never drafted while any logit is above 0."""
+    drafted = torch.stack([output.ne(0).any(1) for output in outputs]).any(0)
+    if token_map is not None or bool(drafted.all()):
+        return outputs, token_map
+    kept = drafted.nonzero()[:, 0]
+    return [output[kept] for output in outputs], kept

@@ -57,7 +57,8 @@ def asked(model: str, prompts: tuple[tuple[int, ...], ...], speculative: str | N
     command = [str(PYTHON), str(Path(__file__).with_name("serve_with_vllm.py"))]
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-4000:]
+    errors = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
+    assert done.returncode == 0, "\n".join(errors) or done.stderr[-4000:]
     line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("RESULT "))
     return json.loads(line.removeprefix("RESULT "))
 

@@ -157,6 +157,7 @@ def matches(rule: str, line: str) -> bool:
     return re.match(rule, line) is not None
 
 
+FIVE: dict[str, Any] = {f"lm_heads.{h}.weight": lambda t: t[SOME] for h in range(3)}  # rows as a token_map names them
 MEDUSA: dict[str, Fault] = {
     "another type": ("vllm", {"model_type": "eagle"}, {}, "model_type: 'eagle'"),
     "another class": ("vllm", {"architectures": ["Medusa"]}, {}, "architectures: "),
@@ -169,10 +170,14 @@ MEDUSA: dict[str, Fault] = {
     "shared, said": ("vllm", {"original_lm_head": True}, {}, r"names: tensor lm_heads\.1\.weight is dropped"),
     "a stranger": ("vllm", {}, {"extra": lambda t: torch.ones(2)}, "names: tensor extra is dropped"),
     "a short head": ("vllm", {}, {"lm_heads.1.weight": lambda t: t[:3]}, r"shapes: lm_heads\.1\.weight"),
-    "no token map": ("vllm", {}, {"token_map": None}, "token_map: missing, truncated_vocab_size is 5 of 96"),
-    "a map beyond": ("vllm", {}, {"token_map": lambda t: t + 10}, "token_map: must be distinct ids below 96"),
-    "a map in int32": ("vllm", {}, {"token_map": lambda t: t.int()}, r"token_map: is torch\.int32"),
-    "a map unread": ("vllm", {"truncated_vocab_size": 96}, {}, "token_map: ignored"),
+    "no token map": ("vllm", {"truncated_vocab_size": 5}, FIVE, "token_map: missing, truncated_vocab_size is 5 of 96"),
+    "a map beyond": ("vllm", {"truncated_vocab_size": 5}, FIVE | {"token_map": lambda t: SOME + 10},
+                     "token_map: must be distinct ids below 96"),
+    "a map in int32": ("vllm", {"truncated_vocab_size": 5}, FIVE | {"token_map": lambda t: SOME.int()},
+                       r"token_map: is torch\.int32"),
+    "a good map": ("vllm", {"truncated_vocab_size": 5}, FIVE | {"token_map": lambda t: SOME},
+                   r"loading: .*weights were not initialized"),
+    "a map unread": ("vllm", {}, {"token_map": lambda t: SOME}, "token_map: ignored"),
 }  # fmt: skip
 
 
@@ -318,7 +323,8 @@ def test_medusa_weights_that_differ_from_the_run(tiny: Build, tiny_medusa: Build
     verifier = tiny("llama")
     head = tiny_medusa(verifier, target_ids=SOME)
     path = export_to("vllm", head, verifier)
-    edit(path, {}, {"token_map": SOME.flip(0)})
+    weight = load_file(path / "model.safetensors")["lm_heads.1.weight"]
+    edit(path, {}, {"lm_heads.1.weight": weight.roll(1, 0)})
     assert matches("logits: differ", verify(path, "vllm", head, verifier).broken[0])
 
 

@@ -129,10 +129,12 @@ def head_sizes(recipe: Recipe, facts: Facts, head: DraftHead) -> HeadSizes:
     matrices = sum(p.numel() for name, p in head.named_parameters() if p.dim() == 2 and "lm_head" not in name)
     if isinstance(recipe.head, MedusaSection):
         passes, row = recipe.head.heads, (4 * recipe.head.blocks + 1) * facts.hidden_size
+        soft = recipe.head.targets == "soft"
     else:
+        soft = False
         attention = 4 * facts.num_attention_heads * facts.head_dim
         passes, row = recipe.head.depth, 12 * facts.hidden_size + attention + 4 * facts.intermediate_size
-    return HeadSizes(count(head), matrices if muon else 0, len(head.target_ids), passes, row)
+    return HeadSizes(count(head), matrices if muon else 0, len(head.target_ids), passes, row, soft)
 
 
 def advice(strategy: Strategy, ranks: int, sizes: VerifierSizes, work: Work) -> str:

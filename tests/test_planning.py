@@ -2,17 +2,23 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command import Ended, headstart
 from true_configs import TRUE
 
+from headstart.build import build_settings
+from headstart.heads.base import build_head
 from headstart.heads.sizes import VerifierSizes, flops_a_label
 from headstart.heads.verifier import Verifier
+from headstart.planning import head_sizes, skeleton_head
 from headstart.training.estimate import HeadSizes, Strategy, Work, memory
-from headstart.training.recipe import shipped_recipes
+from headstart.training.recipe import load_recipe, shipped_recipes
+from headstart.training.trainer import make_optimizers
 
 CLUSTER = [name for name in shipped_recipes() if not name.startswith("smollm2")]
 
@@ -114,6 +120,37 @@ def test_memory_with_muon_and_kept_features() -> None:
     assert "verifier pass" not in parts
     assert parts["head weights in bfloat16"] == 0
     assert parts["head pass"] == 20 * 3 * 7 * 4
+
+
+def test_memory_of_soft_medusa_targets() -> None:
+    """The teacher's logits and probabilities of all rows."""
+    parts = memory("single", 1, SIZES, replace(HEAD, whole_teacher=True), WORK)
+    assert parts["loss"] == (4 * 256 + 2 * 20) * 10 * 4
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_weights_gradients_and_moments_are_what_a_step_allocates(
+    kind: str, optimizer: str, tiny: Callable[..., Verifier], tmp_path: Path
+) -> None:
+    """The recipe's head at a tiny verifier's size, built and stepped for real, tensor by tensor."""
+    verifier = tiny("llama", num_hidden_layers=8)
+    recipe = load_recipe(shipped_recipes()[f"qwen3-8b/{kind}"], [f"training.optimizer={optimizer}", "head.lm_head=own"][
+        : 2 if kind == "medusa" else 1])  # fmt: skip
+    if kind == "eagle3":
+        recipe = recipe.model_copy(update={"head": recipe.head.model_copy(update={"draft_vocabulary": 40})})
+    sizes = head_sizes(recipe, verifier.facts, skeleton_head(recipe, verifier.facts))
+    head = build_head(skeleton_head(recipe, verifier.facts).config.model_dump())
+    for parameter in head.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizers = make_optimizers(head, build_settings(recipe))
+    for one in optimizers:
+        one.step()
+    states = [value for one in optimizers for state in one.state.values() for value in state.values()]
+    parts = memory("single", 1, SIZES, sizes, WORK)
+    assert parts["head weights"] == sum(p.numel() * p.element_size() for p in head.parameters())
+    assert parts["gradients"] == sum(p.grad.numel() * 4 for p in head.parameters() if p.grad is not None)
+    assert parts["moments"] == sum(t.numel() * t.element_size() for t in states if isinstance(t, torch.Tensor) and t.dim())
 
 
 def test_flops_a_label(tiny: Callable[..., Verifier], tiny_medusa: Callable[..., Any], tiny_eagle3: Callable[..., Any]) -> None:

@@ -22,13 +22,15 @@ LIBRARIES = 1.5e9  # what the device's context and libraries hold
 @dataclass(frozen=True)
 class HeadSizes:
     """parameters: trained ones; matrices: those of them that muon steps (none under adamw); columns: of its vocabulary;
-    passes: how often a label's row runs through a layer; row: numbers kept a row and pass for the backward pass."""
+    passes: how often a label's row runs through a layer; row: numbers kept a row and pass for the backward pass; whole_teacher:
+    the teacher's probabilities of all rows are in memory at once (Medusa's soft targets)."""
 
     parameters: int
     matrices: int
     columns: int
     passes: int
     row: int
+    whole_teacher: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def memory(strategy: Strategy, ranks: int, verifier: VerifierSizes, head: HeadSi
         alive = work.tokens * (6 * work.hidden + 3 * work.intermediate) * work.bytes
         parts["verifier pass"] = float(alive + CHOICE_ROWS * work.vocabulary * (work.bytes + 4))
     parts["head pass"] = float(work.tokens * head.passes * head.row * (2 if half else 4))
-    parts["loss"] = float(4 * CHUNK_ROWS * head.columns * 4)
+    rows = 4 * CHUNK_ROWS + (2 * work.tokens if head.whole_teacher else 0)  # softmax makes a second table
+    parts["loss"] = float(rows * head.columns * 4)
     parts["libraries"] = LIBRARIES
     return parts
 

@@ -25,10 +25,12 @@ from .progress import progress_bar, say
 from .provenance import provenance
 from .ranks import in_turn, is_first
 from .runs import START, check_claim, claim
+from .training.compiling import compile_layers
 from .training.recipe import Recipe, load_recipe
 from .training.sections.head import HeadSection
 from .training.strategies.sharded import leading
 from .training.trainer import fit
+from .training.wandb_log import wandb_report
 
 LEARNING = (
     "depth",
@@ -90,22 +92,28 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
         head = build_head(recipe, verifier, training, workshop.features)
     tree = build_tree(recipe.evaluation.trees[0])  # the cheapest look that still decodes for real
     section = recipe.training
+    head.recompute = section.gradient_checkpointing
+    if section.compile:
+        compile_layers(head)
     plan = batch_plan([len(s.ids) for s in training], section.batch_tokens, section.seed, section.steps, section.epochs)
     assert not head.needs or head.needs == workshop.layers, "the workshop was opened for other layers"
     if is_first():
         claim(run_folder, recipe)  # only now: bad input leaves no folder behind
         workshop.conversations.skips.write(run_folder / "skipped.jsonl")
         write_text(run_folder / "provenance.json", json.dumps(provenance(verifier, training), indent=1) + "\n")
-    progress = fit(
-        head,
-        verifier,
-        workshop.features,
-        plan,
-        build_settings(recipe),
-        run_folder,
-        lambda h: brief(workshop.evaluator.acceptance(h, tree, section.evaluate_prompts)),
-        strategy,
-    )
+    options = recipe.tracking.wandb and recipe.tracking.wandb.model_dump()
+    with wandb_report(options, run_folder, recipe.model_dump(mode="json")) as report:
+        progress = fit(
+            head,
+            verifier,
+            workshop.features,
+            plan,
+            build_settings(recipe),
+            run_folder,
+            lambda h: brief(workshop.evaluator.acceptance(h, tree, section.evaluate_prompts)),
+            strategy,
+            report,
+        )
     if progress.judged < len(plan):
         say(f"stopped at step {progress.step} of {len(plan)}, saved; the same command goes on")
         raise SystemExit(0)

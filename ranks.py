@@ -1,7 +1,7 @@
 """Which of several processes this one is, and what they tell each other. One process where torchrun started none.
 
-Everything here goes over gloo in main memory and waits for days: the others may be in a long evaluation. The data path (gradients,
-shards) has groups of its own. A process that dies closes its connections, so nobody waits for it.
+Everything here goes over gloo in main memory and waits for days: the others may be in a long evaluation. Gradients and shards
+go over the default group. A process that dies closes its connections, so nobody waits for it.
 """
 
 import os

@@ -13,7 +13,8 @@ from .training.recipe import Recipe, load_recipe, recipe_yaml
 
 START = "start"  # in a run folder: an imported head that training goes on from
 FREE = {  # sections and fields that may change while a run goes on: how it is computed, looked at and judged
-    "evaluation", "training.strategy", "training.fsdp", "training.deepspeed", "training.accumulation", "training.log_every",
+    "evaluation", "tracking", "training.strategy", "training.fsdp", "training.deepspeed", "training.accumulation", "training.gradient_checkpointing", "training.compile",
+    "training.log_every",
     "training.save_every", "training.evaluate_every", "training.evaluate_prompts",
 }  # fmt: skip
 
@@ -28,9 +29,11 @@ def open_run(run_folder: Path) -> tuple[Recipe, DraftHead, Verifier]:
 
 
 def claim(run_folder: Path, recipe: Recipe) -> None:
-    """Write recipe.yaml; where there is one, this must be the same recipe but for FREE fields."""
+    """Write recipe.yaml; where there is one, it must be this recipe but for FREE fields."""
     check_claim(run_folder, recipe)
-    write_text(run_folder / "recipe.yaml", recipe_yaml(recipe))
+    path = run_folder / "recipe.yaml"
+    if not path.exists() or load_recipe(path) != recipe:
+        write_text(path, recipe_yaml(recipe))
 
 
 def check_claim(run_folder: Path, recipe: Recipe) -> None:

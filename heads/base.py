@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..errors import UserError
 from .facts import Facts
@@ -94,6 +95,13 @@ class DraftHead(nn.Module, ABC):
     kind: ClassVar[str]
     config: HeadConfig
     target_ids: Tensor
+    recompute = False  # in the backward pass, instead of keeping what a layer computes: less memory, more time
+
+    def kept(self, part: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """part(*inputs), of which training keeps everything, or the inputs alone under `recompute`."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(part, *inputs, use_reentrant=False)
+        return part(*inputs)
 
     @property
     @abstractmethod

@@ -99,7 +99,7 @@ class MedusaHead(DraftHead):
         targets = self.targets(batch, features, verifier, wanted)
         sums, correct = [], []
         for i, blocks in enumerate(self.blocks):
-            hidden = blocks(features.last[supervised[i]].float())
+            hidden = self.kept(blocks, features.last[supervised[i]].float())
             rows = shifted(index, 1 + i, -1)[supervised[i]]
             loss, hits = linear_cross_entropy(hidden, outputs[i], targets, rows, self.config.loss)
             sums.append(loss)

@@ -153,7 +153,7 @@ class SequentialMtp(MtpHead):
         hidden = features.last.float()
         for i, block in enumerate(self.blocks):
             embedding = verifier.embed(shifted(batch.ids, 1 + i, 0)).float()
-            hidden = block.causal(*block.join(embedding, hidden), self.rotary)
+            hidden = self.kept(block.causal, *block.join(embedding, hidden), self.rotary)
             yield hidden
 
     def supervised_states(self, batch: Batch, features: Features, verifier: Verifier, supervised: Tensor) -> Iterator[Tensor]:
@@ -248,7 +248,7 @@ class ParallelMtp(MtpHead):
         """The output [B, T, d] of each module, before its last norm."""
         hidden = features.last.float()
         for block in self.blocks:
-            yield block.causal(hidden, block.layer.input_layernorm(hidden), self.rotary)
+            yield self.kept(block.causal, hidden, block.layer.input_layernorm(hidden), self.rotary)
 
     def supervised_states(self, batch: Batch, features: Features, verifier: Verifier, supervised: Tensor) -> Iterator[Tensor]:
         for block, its, state in zip(self.blocks, supervised, self.states(features), strict=True):

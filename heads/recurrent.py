@@ -76,7 +76,7 @@ class RecurrentHead(DraftHead):
                 own_keys.append(key)
                 own_values.append(value)
             q = attention.query(x, *cos_sin)
-            states.append(layer.finish(residual, attend_with_own_steps(q, keys, values, mask, own_keys, own_values)))
+            states.append(self.kept(layer_output, layer, residual, q, keys, values, mask, [*own_keys], [*own_values]))
         return rows, states
 
     @torch.no_grad()
@@ -87,6 +87,14 @@ class RecurrentHead(DraftHead):
     def begin(self, verifier: Verifier, batch: int, capacity: int) -> "RecurrentSession":
         check_fits(self.config, verifier.facts, verifier.name)
         return RecurrentSession(self, verifier, batch, capacity)
+
+
+def layer_output(
+    layer: DecoderLayer, residual: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, own_keys: list[Tensor],
+    own_values: list[Tensor],
+) -> Tensor:  # fmt: skip
+    """A step of the training-time test behind its queries: attention and MLP."""
+    return layer.finish(residual, attend_with_own_steps(q, keys, values, mask, own_keys, own_values))
 
 
 def supervised_drafts(batch: Batch, features: Features, target_ids: Tensor, vocab_size: int, depth: int) -> Tensor:

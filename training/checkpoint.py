@@ -45,7 +45,9 @@ class Checkpoints:
 
         def write(target: Path) -> None:
             save_file({k: v.detach().cpu().contiguous() for k, v in weights.items()}, target / "head.safetensors")
-            torch.save({k: {name: v.cpu() for name, v in state.items()} for k, state in moments.items()}, target / "optimizers.pt")
+            torch.save(
+                {k: {name: v.cpu() for name, v in state.items()} for k, state in moments.items()}, target / "optimizers.pt"
+            )
             (target / "progress.json").write_text(json.dumps(vars(progress)))
 
         if is_first():

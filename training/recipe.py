@@ -16,6 +16,7 @@ from .sections.base import Section
 from .sections.data import DataSection
 from .sections.evaluation import EvaluationSection
 from .sections.head import Eagle3Section, HeadSection, MedusaSection, MtpSection
+from .sections.tracking import TrackingSection
 from .sections.training import TrainingSection
 from .sections.verifier import VerifierSection
 
@@ -30,6 +31,7 @@ class Recipe(Section):
     head: HeadSection = Field(description="a section with the kind of head")
     training: TrainingSection = Field(description="a section with steps or epochs and the learning rate")
     evaluation: EvaluationSection = Field(default=EvaluationSection(), description="how the head is judged")
+    tracking: TrackingSection = Field(default=TrackingSection(), description="where metrics go besides metrics.jsonl")
 
     @field_validator("evaluation")
     @classmethod

@@ -1,6 +1,5 @@
 """Training on several processes: the same numbers as on one, resume after any end, and no end without a word."""
 
-import json
 import os
 import signal
 import subprocess

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+import os
 import random
+import signal
 import time
 from itertools import pairwise
 
@@ -17,6 +19,7 @@ from headstart.errors import UserError
 from headstart.heads.hub import load_head
 from headstart.heads.losses import HeadLoss
 from headstart.training import trainer
+from headstart.training.strategies.plain import Plain
 from headstart.training.trainer import Settings, Window, due, fit, make_optimizers, rate, step
 
 SETTINGS = Settings(
@@ -257,9 +260,9 @@ def test_case_36_every_counts_optimizer_steps(every, told, new_head, new_source,
     saved, judged = [], []
 
     class Checkpoints(trainer.Checkpoints):
-        def save(self, head, optimizers, progress):
+        def save(self, strategy, progress):
             saved.append(progress.step)
-            super().save(head, optimizers, progress)
+            super().save(strategy, progress)
 
     monkeypatch.setattr(trainer, "Checkpoints", Checkpoints)
     head = new_head()
@@ -286,8 +289,7 @@ def test_case_37_weights_and_moments_are_float32_and_norms_move(tiny, tiny_eagle
     source.features = MemoryFeatures(verifier, source.features.samples, head.needs, 1000)
     fit(head, verifier, source, PLAN, SETTINGS, tmp_path, constant)
     assert {p.dtype for p in head.parameters()} == {torch.float32}
-    (optimizer,) = torch.load(tmp_path / "checkpoints" / "step-20" / "optimizers.pt", weights_only=True)
-    state = optimizer["state"]
+    state = torch.load(tmp_path / "checkpoints" / "step-20" / "optimizers.pt", weights_only=True)
     assert {moments[name].dtype for moments in state.values() for name in ("exp_avg", "exp_avg_sq")} == {torch.float32}
     assert len(norms) == 4
     assert all(bool((norm.weight != 1).all()) for norm in norms)
@@ -302,6 +304,14 @@ class One(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
 
 
+def descend(model, loss, settings, number=1, optimizers=None):
+    """A step of the plain strategy; its gradient's norm."""
+    strategy = Plain()
+    strategy.head, strategy.optimizers = model, optimizers or make_optimizers(model, settings)
+    strategy.backward(loss, last=True)
+    return strategy.step(settings.clip, number)
+
+
 def loss_of(sums, counts=(1,)):
     counts = torch.tensor(counts)
     return HeadLoss(sums, counts, torch.zeros_like(counts), torch.ones(len(counts)))
@@ -312,7 +322,7 @@ def test_case_37_a_hundred_small_steps_add_up():
     settings = dataclasses.replace(SETTINGS, learning_rate=6e-4, warmup=0.0, schedule="constant", betas=(0.9, 0.999))
     optimizers = make_optimizers(model, settings)
     for number in range(100):
-        assert step(model, loss_of(0.01 * model.weight), optimizers, 0.5, number) == pytest.approx(0.01)
+        assert descend(model, 0.01 * model.weight, settings, number, optimizers) == pytest.approx(0.01)
     assert model.weight.item() == pytest.approx(0.9394, abs=1e-3)
 
 
@@ -326,7 +336,7 @@ def test_frozen_weights_are_left_out_of_the_optimizer():
 def test_the_norm_is_told_before_clipping_and_clipped_for_the_step():
     model = One()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    assert step(model, loss_of(8 * model.weight), [optimizer], 0.5, 0) == pytest.approx(8)
+    assert descend(model, 8 * model.weight, SETTINGS, optimizers=[optimizer]) == pytest.approx(8)
     assert model.weight.item() == pytest.approx(0.5)
 
 
@@ -373,13 +383,13 @@ def test_case_02_a_batch_without_a_label_changes_nothing(new_head, new_source, v
 def test_case_14_the_logged_loss_is_a_mean_over_tokens():
     """Four tokens of loss 1 and one of loss 4: 1.6, not 2.5 (mean of means) and not 1.0 (padding counted)."""
     window = Window(0.0)
-    window.add(loss_of(torch.tensor([4.0]), (4,)), 0.5, 10)
-    window.add(loss_of(torch.tensor([4.0]), (1,)), 2.0, 6)
+    window.add([loss_of(torch.tensor([4.0]), (4,))], 0.5, 10)
+    window.add([loss_of(torch.tensor([4.0]), (1,))], 2.0, 6)
     assert window.mean_loss() == pytest.approx(1.6)
     line = window.flush()
     assert (line["loss"], line["loss_by_depth"], line["supervised_tokens"]) == (pytest.approx(1.6), [pytest.approx(1.6)], 5)
     assert line["grad_norm"] == 2.0  # the largest of the window
-    window.add(loss_of(torch.tensor([3.0]), (2,)), 0.1, 6)
+    window.add([loss_of(torch.tensor([3.0]), (2,))], 0.1, 6)
     assert window.flush()["loss"] == pytest.approx(1.5)  # the next window starts empty
 
 
@@ -429,9 +439,9 @@ def test_every_step_has_the_rate_of_the_schedule_and_the_log_says_it(
 ):
     used = []
 
-    def spy(head, losses, optimizers, clip, number):
-        used.append({group["lr"] for o in optimizers for group in o.param_groups})
-        return step(head, losses, optimizers, clip, number)
+    def spy(strategy, *arguments):
+        used.append({group["lr"] for o in strategy.optimizers for group in o.param_groups})
+        return step(strategy, *arguments)
 
     monkeypatch.setattr(trainer, "step", spy)
     head = new_head()
@@ -459,3 +469,56 @@ def test_time_spent_judging_is_not_training_time(new_head, new_source, verifier,
     assert logged[-1]["seconds"] < 0.9
     assert progress.seconds < 0.9
     assert min(line["tokens_per_second"] for line in logged) > logged[-1]["supervised_tokens"] / 0.5
+
+
+@pytest.mark.parametrize("parts", [2, 3, 5])
+def test_case_14_micro_batches_have_the_gradient_of_the_whole_batch(parts, new_head, new_source, verifier, tmp_path):
+    """Also where there are more micro-batches than samples, some of them without a label."""
+    found = []
+    for accumulation in (1, parts):
+        head = new_head()
+        settings = dataclasses.replace(SETTINGS, accumulation=accumulation, log_every=1, save_every=None, evaluate_every=None)
+        folder = tmp_path / str(accumulation)
+        fit(head, verifier, new_source(head), PLAN[:5], settings, folder, constant)
+        found.append(
+            (weights(head), [(line["loss"], line["supervised_tokens"], line["grad_norm"]) for line in lines(folder)[:5]])
+        )
+    (whole, told), (parted, again) = found
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parted[name], tensor, atol=1e-5, rtol=0)
+    assert again == [pytest.approx(line, rel=1e-5) for line in told]
+
+
+def test_the_micro_batches_of_all_processes_are_the_batch(monkeypatch):
+    indices = list(range(7))
+    dealt = []
+    for mine in range(3):
+        monkeypatch.setattr(trainer, "rank", lambda mine=mine: mine)
+        monkeypatch.setattr(trainer, "world", lambda: 3)
+        dealt += trainer.shares(indices, 3)
+    assert sorted(i for part in dealt for i in part) == indices
+    assert len(dealt) == 9
+    assert max(map(len, dealt)) == 1
+
+
+def test_sigterm_during_a_held_out_evaluation_leaves_it_for_the_next_start(new_head, new_source, verifier, tmp_path):
+    """Saved at once, without the evaluation; the next start begins with it, and ends like a run that was never stopped."""
+    straight = new_head()
+    fit(straight, verifier, new_source(straight), PLAN, SETTINGS, tmp_path / "straight", constant)
+
+    def asked_to_stop(head):
+        os.kill(os.getpid(), signal.SIGTERM)
+        verifier.features(torch.tensor([[1, 2, 3]]))
+        raise AssertionError("nothing is decoded after the signal")
+
+    head, folder = new_head(), tmp_path / "stopped"
+    stopped = fit(head, verifier, new_source(head), PLAN, SETTINGS, folder, asked_to_stop)
+    assert (stopped.step, stopped.judged) == (5, 0)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-5"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    head = new_head()
+    assert fit(head, verifier, new_source(head), PLAN, SETTINGS, folder, constant).judged == 20
+    assert same(weights(head), weights(straight))
+    told = [[(line["step"], "held_out" in line, line.get("loss")) for line in lines(tmp_path / name) if "held_out" in line]
+            for name in ("straight", "stopped")]  # fmt: skip
+    assert told[0] == told[1]

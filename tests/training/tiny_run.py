@@ -37,7 +37,8 @@ def write_verifier(folder: Path) -> Path:
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     config = LlamaConfig(
         vocab_size=len(vocab), hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.3, max_position_embeddings=256, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        num_key_value_heads=2, initializer_range=0.3, max_position_embeddings=256,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -35,6 +35,10 @@ class TrainingSection(Section):
     )
     fsdp: FsdpSection = Field(default=FsdpSection(), description="of strategy fsdp")
     deepspeed: DeepspeedSection = Field(default=DeepspeedSection(), description="of strategy deepspeed")
+    gradient_checkpointing: bool = Field(
+        default=False, description="compute the head's layers again in the backward pass instead of keeping them: less memory"
+    )
+    compile: bool = Field(default=False, description="torch.compile the head's row-wise layers")
     accumulation: int = Field(default=1, ge=1, description="micro-batches that each process divides its share of a step into")
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw", description="adamw, or muon for the matrices between hidden states and adamw for the rest"

@@ -1,6 +1,6 @@
 """What the training loop asks of a strategy. Methods marked collective are called by all processes together.
 
-A loss is a share of the optimizer step's: sums over a few samples, divided by the supervised tokens of the whole step. So shares
+A loss is a share of the optimizer step's: sums over a few samples, divided by the supervised tokens of the whole step. Shares
 add up over micro-batches and processes, and every strategy comes to the same gradient.
 """
 

@@ -58,7 +58,7 @@ class Plain(Strategy):
         return self.head.state_dict()
 
     def moments(self) -> Moments:
-        names = {parameter: name for name, parameter in self.parameters().items()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters().items()}
         return {names[p]: dict(state) for optimizer in self.optimizers for p, state in optimizer.state.items()}
 
     def restore(self, moments: Moments) -> None:

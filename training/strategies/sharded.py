@@ -83,9 +83,7 @@ class ShardedHead(Plain):
         return {name: whole_tensor(tensor) for name, tensor in self.head.state_dict().items()}
 
     def moments(self) -> Moments:
-        return {
-            name: {key: whole_tensor(value) for key, value in state.items()} for name, state in super().moments().items()
-        }
+        return {name: {key: whole_tensor(value) for key, value in state.items()} for name, state in super().moments().items()}
 
     def placed(self, state: dict[str, Tensor], parameter: nn.Parameter) -> dict[str, Tensor]:
         assert isinstance(parameter, DTensor)

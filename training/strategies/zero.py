@@ -29,8 +29,8 @@ class LossModule(nn.Module):
         self.head = head
 
     def forward(self, batch: Batch, features: Features, verifier: Verifier, zero: Tensor | None) -> tuple[Tensor, ...]:
-        """zero: a 0.0 that asks for a gradient. ZeRO-3 takes the weights away once the gradients of a module's inputs are there,
-        so there must be one, and it must be the last that the backward pass comes to."""
+        """zero: a 0.0 that asks for a gradient. ZeRO-3 takes the weights away once the gradients of a module's inputs are
+        there, so there must be one, and it must be the last that the backward pass comes to."""
         if zero is not None:
             features = replace(features, last=features.last + zero, layers=features.layers + zero)
         loss = self.head.loss(batch, features, verifier)

@@ -29,8 +29,11 @@ def build_strategy(section: TrainingSection) -> Strategy:
     return Plain()
 
 
-def check_processes(section: TrainingSection) -> None:
+def check_processes(recipe: Recipe) -> None:
     """Refuse a number of processes that the strategy cannot use."""
+    section = recipe.training
+    if world() > 1 and ":" in recipe.verifier.device:
+        raise UserError(f"verifier.device: {recipe.verifier.device} is one device for {world()} processes; use cuda or auto")
     if section.strategy == "single" and world() > 1:
         raise UserError(f"training.strategy: single is one process, torchrun started {world()}; set ddp, fsdp or deepspeed")
     if section.strategy == "deepspeed" and not started_by_torchrun():

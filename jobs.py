@@ -80,7 +80,7 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
 
     Stopped by SIGTERM, it saves and ends the process with 0: the same call goes on.
     """
-    check_processes(recipe.training)
+    check_processes(recipe)
     strategy = build_strategy(recipe.training)
     if is_first():
         check_claim(run_folder, recipe)
@@ -101,7 +101,7 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
         claim(run_folder, recipe)  # only now: bad input leaves no folder behind
         workshop.conversations.skips.write(run_folder / "skipped.jsonl")
         write_text(run_folder / "provenance.json", json.dumps(provenance(verifier, training), indent=1) + "\n")
-    options = recipe.tracking.wandb and recipe.tracking.wandb.model_dump()
+    options = recipe.tracking.wandb.model_dump() if recipe.tracking.wandb else None
     with wandb_report(options, run_folder, recipe.model_dump(mode="json")) as report:
         progress = fit(
             head,

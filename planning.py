@@ -111,9 +111,11 @@ def strategy_of(section: TrainingSection) -> Strategy:
 
 def step_work(recipe: Recipe, facts: Facts, itemsize: int, ranks: int) -> Work:
     captured = len(eagle3_layers(recipe.head, facts)) if isinstance(recipe.head, Eagle3Section) else 0
-    share = -(-recipe.training.batch_tokens // (ranks * recipe.training.accumulation))
+    batch, parts = recipe.training.batch_tokens, recipe.training.accumulation
+    longest = min(recipe.data.max_length, batch)  # a sample is never divided
     return Work(
-        tokens=max(share, min(recipe.data.max_length, recipe.training.batch_tokens)),  # a sample is never divided
+        tokens=max(-(-batch // (ranks * parts)), longest),
+        share=max(-(-batch // ranks), longest),
         hidden=facts.hidden_size,
         intermediate=facts.intermediate_size,
         states=1 + captured,
@@ -127,13 +129,14 @@ def head_sizes(recipe: Recipe, facts: Facts, head: DraftHead) -> HeadSizes:
     """row: the numbers that autograd keeps of a supervised position in one pass."""
     muon = recipe.training.optimizer == "muon"
     matrices = sum(p.numel() for name, p in head.named_parameters() if p.dim() == 2 and "lm_head" not in name)
+    hidden, soft = facts.hidden_size, False
     if isinstance(recipe.head, MedusaSection):
-        passes, row = recipe.head.heads, (4 * recipe.head.blocks + 1) * facts.hidden_size
-        soft = recipe.head.targets == "soft"
+        passes, row, soft = recipe.head.heads, (4 * recipe.head.blocks + 1) * hidden, recipe.head.targets == "soft"
     else:
-        soft = False
         attention = 4 * facts.num_attention_heads * facts.head_dim
-        passes, row = recipe.head.depth, 12 * facts.hidden_size + attention + 4 * facts.intermediate_size
+        passes, row = recipe.head.depth, 12 * hidden + attention + 4 * facts.intermediate_size
+    if recipe.training.gradient_checkpointing:
+        row = 3 * hidden  # what a layer reads; all else is computed again
     return HeadSizes(count(head), matrices if muon else 0, len(head.target_ids), passes, row, soft)
 
 

@@ -55,12 +55,15 @@ def joined() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not (isinstance(error, SystemExit) and not error.code):
+        if not isinstance(error, SystemExit) or error.code:
             _fail(store, error)
+        else:
+            distributed.destroy_process_group()
         raise
+    else:
+        distributed.destroy_process_group()
     finally:
         _control = None
-    distributed.destroy_process_group()
 
 
 def _fail(store: Any, error: BaseException) -> None:

@@ -82,7 +82,7 @@ def test_a_verifier_without_configuration_is_one_line_and_exit_2(tmp_path: Path)
 # a verifier of 1000 numbers, 800 of them in 8 layers; a head of 100 trained numbers
 SIZES = VerifierSizes(total=1000, layers=800, layer=100, active=900)
 HEAD = HeadSizes(parameters=100, matrices=0, columns=10, passes=3, row=7)
-WORK = Work(tokens=20, hidden=5, intermediate=11, states=4, vocabulary=50, bytes=2, online=True)
+WORK = Work(tokens=20, share=60, hidden=5, intermediate=11, states=4, vocabulary=50, bytes=2, online=True)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_memory_by_strategy(
     assert (parts["head weights"], parts["gradients"], parts["moments"]) == (weights, gradients, moments)
     assert parts["exchange"] == exchange
     assert parts["head weights in bfloat16"] == 200
-    assert parts["features"] == 20 * 4 * 5 * 2
+    assert parts["features"] == 60 * 4 * 5 * 2
     assert parts["head pass"] == 20 * 3 * 7 * 2
     assert parts["verifier pass"] == 20 * (30 + 33) * 2 + 512 * 50 * 6
     assert parts["loss"] == 4 * 256 * 10 * 4
@@ -114,7 +114,7 @@ def test_memory_by_strategy(
 def test_memory_with_muon_and_kept_features() -> None:
     """Muon holds one moment of a matrix; without a verifier in the step nothing runs through it; float32 needs no copies."""
     head = HeadSizes(parameters=100, matrices=60, columns=10, passes=3, row=7)
-    work = Work(tokens=20, hidden=5, intermediate=11, states=4, vocabulary=50, bytes=4, online=False)
+    work = Work(tokens=20, share=20, hidden=5, intermediate=11, states=4, vocabulary=50, bytes=4, online=False)
     parts = memory("single", 1, SIZES, head, work)
     assert parts["moments"] == 4 * 60 + 8 * 40
     assert "verifier pass" not in parts
@@ -151,6 +151,14 @@ def test_weights_gradients_and_moments_are_what_a_step_allocates(
     assert parts["head weights"] == sum(p.numel() * p.element_size() for p in head.parameters())
     assert parts["gradients"] == sum(p.grad.numel() * 4 for p in head.parameters() if p.grad is not None)
     assert parts["moments"] == sum(t.numel() * t.element_size() for t in states if isinstance(t, torch.Tensor) and t.dim())
+
+
+def test_recomputed_layers_keep_only_what_they_read(tiny: Callable[..., Verifier]) -> None:
+    facts = tiny("llama", num_hidden_layers=8).facts  # d = 32, four heads of 8, MLP 64
+    for changes, row in (([], 12 * 32 + 4 * 32 + 4 * 64), (["training.gradient_checkpointing=true"], 3 * 32)):
+        recipe = load_recipe(shipped_recipes()["qwen3-8b/mtp"], changes)
+        found = head_sizes(recipe, facts, skeleton_head(recipe, facts))
+        assert (found.passes, found.row, found.columns) == (4, row, 96)
 
 
 def test_flops_a_label(tiny: Callable[..., Verifier], tiny_medusa: Callable[..., Any], tiny_eagle3: Callable[..., Any]) -> None:

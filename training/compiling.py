@@ -1,6 +1,6 @@
 """torch.compile for what a head computes row by row: its MLPs and residual blocks.
 
-Rows alone vary from batch to batch, so one graph serves all batches (attention, whose shapes vary in every way, stays as it is).
+Rows alone vary from batch to batch, so one graph serves all (attention, whose shapes vary in every way, stays as it is).
 """
 
 from collections.abc import Callable
@@ -28,6 +28,6 @@ def by_rows(module: nn.Module, compiled: Callable[[Tensor], Tensor]) -> Callable
         rows = x.flatten(0, -2)
         if not torch.is_grad_enabled() or len(rows) < 2:
             return eager(x)
-        return compiled(rows).view(x.shape)
+        return compiled(rows.clone()).view(x.shape)  # a copy: graphs are told apart by the shape of what is viewed
 
     return forward

@@ -35,10 +35,11 @@ class HeadSizes:
 
 @dataclass(frozen=True)
 class Work:
-    """tokens: of a micro-batch, padding included; hidden: of the verifier; states: kept a token, the last one included;
+    """tokens: of a micro-batch, padding included; share: of all of a process's in a step, whose states are there at once; hidden: of the verifier; states: kept a token, the last one included;
     vocabulary: of the verifier; bytes: of one of its weights; online: it runs in the step."""
 
     tokens: int
+    share: int
     hidden: int
     intermediate: int
     states: int
@@ -53,7 +54,7 @@ def memory(strategy: Strategy, ranks: int, verifier: VerifierSizes, head: HeadSi
     parts = {"verifier": verifier_weights(strategy, ranks, verifier) * work.bytes}
     parts |= head_state(strategy, ranks, head)
     parts["head weights in bfloat16"] = 2.0 * head.parameters if half else 0.0
-    parts["features"] = float(work.tokens * work.states * work.hidden * work.bytes)
+    parts["features"] = float(work.share * work.states * work.hidden * work.bytes)
     if work.online:
         alive = work.tokens * (6 * work.hidden + 3 * work.intermediate) * work.bytes
         parts["verifier pass"] = float(alive + CHOICE_ROWS * work.vocabulary * (work.bytes + 4))

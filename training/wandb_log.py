@@ -9,6 +9,7 @@ from netrc import netrc
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 from ..progress import say
 from ..ranks import is_first
@@ -62,7 +63,7 @@ def _start(options: dict[str, Any], run_folder: Path, config: dict[str, Any]) ->
     path = run_folder / "wandb.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"id": wandb.util.generate_id()}) + "\n", encoding="utf-8")
+        path.write_text(json.dumps({"id": uuid4().hex[:8]}) + "\n", encoding="utf-8")
     mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() and _reachable() else "offline")
     run = wandb.init(
         **options,

@@ -183,6 +183,13 @@ def test_strategies_that_do_not_fit_the_processes_are_refused(start: Start) -> N
     assert "training.strategy: deepspeed runs under torchrun" in run.told()[0]
 
 
+def test_a_slow_first_rank_is_waited_for(single: Path, start: Start, place: Path) -> None:
+    """While it judges the others wait where no timeout of a collective runs, and lend it their shards."""
+    run = start("patient", 2, {"strategy": "fsdp", "evaluate_every": STEPS}, PATCHES="slow_judge")
+    assert run.wait() == [0, 0], run.told()
+    assert lines(place / "patient", "held_out")[STEPS] == lines(single, "held_out")[STEPS]
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_was_killed(start: Start, place: Path) -> None:
     """The real thing: two ranks, one of them killed; torchrun starts both again, and the run ends as if nothing had been."""

@@ -154,15 +154,21 @@ def slow_steps() -> None:
 
 
 def slow_judge() -> None:
-    from headstart.training import trainer
+    """The held-out evaluation takes longer than any collective of training may."""
+    import datetime
 
-    evaluate = trainer.save_head
+    from headstart.evaluation.evaluate import Evaluator
 
-    def slow(*arguments: Any) -> None:
-        time.sleep(20)
-        evaluate(*arguments)
+    join, acceptance = torch.distributed.init_process_group, Evaluator.acceptance
 
-    trainer.save_head = slow
+    def impatient(*arguments: Any, **options: Any) -> None:
+        join(*arguments, **options, timeout=datetime.timedelta(seconds=10))
+
+    def slow(*arguments: Any, **options: Any) -> dict[str, Any]:
+        time.sleep(13)
+        return acceptance(*arguments, **options)
+
+    torch.distributed.init_process_group, Evaluator.acceptance = impatient, slow  # type: ignore[method-assign]
 
 
 def second_rank_fails() -> None:

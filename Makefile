@@ -3,11 +3,12 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 ENGINE := .venv-engine
+PEER := .venv-peer
 READY := $(VENV)/.ready
 QUIETLY := --quiet --no-compile --disable-pip-version-check
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: quickstart test test-slow test-engine gpu lint types docs clean
+.PHONY: quickstart test test-slow test-engine gpu lint types docs bench-peer clean
 
 quickstart: $(READY)
 	$(BIN)/headstart quickstart
@@ -46,6 +47,16 @@ $(ENGINE)/.ready:  # vLLM brings its own torch: an environment of its own
 	$(ENGINE)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+bench-peer: $(READY) $(PEER)/.ready
+	$(BIN)/python benchmarks/memory.py
+
+$(PEER)/.ready:  # the package that benchmarks/memory.py compares with asks for other versions: an environment of its own
+	$(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/pip install $(QUIETLY) torch==2.13.0
+	$(PEER)/bin/pip install $(QUIETLY) transformers==5.19.0 'datasets<=5.1.0' loguru pydantic-settings openai aiohttp typer
+	$(PEER)/bin/pip install $(QUIETLY) --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	touch $@
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(QUIETLY) -c constraints.txt torch
@@ -54,4 +65,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(ENGINE) .types build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(ENGINE) $(PEER) .types build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -11,7 +11,7 @@ from .data.features import FeatureSource
 from .data.vocabulary import choose_vocabulary, template_tokens
 from .errors import UserError
 from .heads.adapters import new_adapter
-from .heads.base import DraftHead, LayerConfig
+from .heads.base import DraftHead, HeadConfig
 from .heads.eagle1 import Eagle1Config, Eagle1Head
 from .heads.eagle3 import Eagle3Config, Eagle3Head
 from .heads.facts import Facts
@@ -22,7 +22,7 @@ from .heads.own_mtp import fill, has_bias, read_own_modules
 from .heads.verifier import Verifier
 from .progress import say
 from .training.recipe import Recipe
-from .training.sections.head import Eagle1Section, Eagle3Section, MedusaSection, MtpSection
+from .training.sections.head import Eagle1Section, Eagle3Section, HeadSection, MedusaSection, MtpSection
 
 
 def build_head(recipe: Recipe, verifier: Verifier, training: Sequence[Sample], source: FeatureSource) -> DraftHead:
@@ -40,17 +40,7 @@ def build_head(recipe: Recipe, verifier: Verifier, training: Sequence[Sample], s
 
 def build_medusa(section: MedusaSection, verifier: Verifier, training: Sequence[Sample]) -> MedusaHead:
     ids = build_vocabulary(section.vocabulary, verifier, training)
-    config = MedusaConfig(
-        hidden_size=verifier.facts.hidden_size,
-        vocab_size=verifier.facts.vocab_size,
-        heads=section.heads,
-        blocks=section.blocks,
-        lm_head=section.lm_head,
-        targets=section.targets,
-        loss=section.loss,
-        decay=section.decay,
-        draft_vocab_size=len(ids),
-    )
+    config = MedusaConfig(**head_fields(section, verifier.facts, len(ids)))
     head = MedusaHead(config, ids).to(verifier.device)
     head.initialise(verifier)
     return head
@@ -70,26 +60,39 @@ def adapt(recipe: Recipe, verifier: Verifier, head: DraftHead) -> DraftHead:
     return AdaptedMedusa(head, verifier.adapter, Together(section.heads_only, section.own, weight, ramp, section.rate))
 
 
-def layer_sizes(facts: Facts, vocabulary: int) -> dict[str, Any]:
-    """The fields of a LayerConfig: decoder layers of the verifier's sizes."""
-    return {name: getattr(facts, name) for name in LayerConfig.model_fields if hasattr(facts, name)} | {
-        "draft_vocab_size": vocabulary
-    }
+CONFIGS: dict[str, type[HeadConfig]] = {
+    "medusa": MedusaConfig, "eagle1": Eagle1Config, "eagle3": Eagle3Config, "mtp": MtpConfig,
+}  # fmt: skip
+
+
+def head_fields(section: HeadSection, facts: Facts, vocabulary: int) -> dict[str, Any]:
+    """The config of a head of this section that drafts `vocabulary` tokens of a verifier."""
+    names = CONFIGS[section.kind].model_fields
+    fields = {name: getattr(facts, name) for name in names if hasattr(facts, name)}
+    fields |= {name: value for name, value in section if name in names} | {"draft_vocab_size": vocabulary}
+    if isinstance(section, Eagle3Section):
+        fields["layers"] = eagle3_layers(section, facts)
+    if isinstance(section, MtpSection) and section.decay is None:
+        fields["decay"] = 0.6 if section.form == "recursive" else 1.0
+    return fields
+
+
+def vocabulary_size(section: HeadSection) -> int | None:
+    """Tokens of the head's own vocabulary; None where it is the verifier's whole one."""
+    return section.draft_vocabulary if isinstance(section, Eagle3Section) else section.vocabulary
 
 
 def build_eagle1(section: Eagle1Section, verifier: Verifier, training: Sequence[Sample]) -> Eagle1Head:
     ids = build_vocabulary(section.vocabulary, verifier, training)
-    own = section.model_dump(exclude={"vocabulary", "start"})
-    return Eagle1Head(Eagle1Config(**own, **layer_sizes(verifier.facts, len(ids))), ids).to(verifier.device)
+    return Eagle1Head(Eagle1Config(**head_fields(section, verifier.facts, len(ids))), ids).to(verifier.device)
 
 
 def build_mtp(section: MtpSection, verifier: Verifier, training: Sequence[Sample]) -> MtpHead:
     count = 1 if section.form == "recursive" else section.depth
     modules = [] if section.start is None else read_own_modules(verifier, count)
     ids = build_vocabulary(section.vocabulary, verifier, training)
-    own = section.model_dump(exclude={"vocabulary", "decay", "start"}) | layer_sizes(verifier.facts, len(ids))
-    decay = section.decay or (0.6 if section.form == "recursive" else 1.0)
-    head = new_mtp(MtpConfig(**own, decay=decay, attention_bias=bool(modules) and has_bias(modules)), ids)
+    fields = head_fields(section, verifier.facts, len(ids))
+    head = new_mtp(MtpConfig(**fields | {"attention_bias": bool(modules) and has_bias(modules)}), ids)
     if modules:
         fill(head, modules, verifier)
     else:
@@ -100,15 +103,7 @@ def build_mtp(section: MtpSection, verifier: Verifier, training: Sequence[Sample
 def build_eagle3(section: Eagle3Section, verifier: Verifier, training: Sequence[Sample], source: FeatureSource) -> Eagle3Head:
     facts = verifier.facts
     ids = build_vocabulary(section.draft_vocabulary, verifier, training)
-    config = Eagle3Config(
-        layers=eagle3_layers(section, facts),
-        depth=section.depth,
-        decay=section.decay,
-        loss=section.loss,
-        fc_norm=section.fc_norm,
-        norm_output=section.norm_output,
-        **layer_sizes(facts, len(ids)),
-    )
+    config = Eagle3Config(**head_fields(section, facts, len(ids)))
     head = Eagle3Head(config, ids).to(verifier.device)
     batch, features = source.load(range(min(16, len(training))))
     head.even_inputs(features.layers[batch.mask])

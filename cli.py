@@ -60,10 +60,15 @@ def train(
     recipe: RecipeName,
     overrides: Overrides = None,
     run_folder: Annotated[Path | None, typer.Option(help="Default: runs/NAME-OF-THE-RECIPE.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it will need: memory, steps, time.")] = False,
+    ranks: Annotated[int, typer.Option(min=1, help="Of a dry run: processes, over all machines.")] = 1,
+    device_memory: Annotated[float | None, typer.Option(help="Of a dry run: GB a device; default: this machine's.")] = None,
+    probe: Annotated[bool, typer.Option(help="Of a dry run: take ten real steps for the time.")] = True,
+    as_json: Json = False,
 ) -> None:
     """Train the head of a recipe.
 
-    Under torchrun: on all its processes, as training.strategy says.
+    Under torchrun: on all its processes, as training.strategy says. A dry run exits with 1 where something will not fit.
     """
     from .ranks import joined
     from .training.recipe import find_recipe, load_recipe
@@ -71,6 +76,13 @@ def train(
     with joined():
         path = find_recipe(recipe)
         checked = load_recipe(path, overrides or ())  # before torch is imported: faults show at once
+        if dry_run:
+            from .planning import dry_run as plan
+            from .tables import plan_table
+
+            found = plan(checked, ranks, device_memory, probe)
+            show(found if as_json else plan_table(found))
+            raise typer.Exit(int(not found["fits"]))
         from .jobs import train
 
         train(checked, run_folder or Path("runs") / path.stem)

@@ -44,14 +44,18 @@ def progress_bar(title: str, total: int, done: int = 0, unit: str = "") -> Itera
 class _Lines:
     def __init__(self, title: str, total: int, done: int) -> None:
         self.title, self.total, self.done = title, total, done
-        self.start = self.said = time.monotonic()
+        self.first, self.start = done, time.monotonic()
+        self.said = self.start
 
     def __call__(self, count: int, note: str) -> None:
         self.done += count
         now = time.monotonic()
         if now - self.said >= LINE_EVERY or self.done >= self.total:
             self.said = now
-            print(f"{self.title}: {self.done}/{self.total}  {now - self.start:.0f} s  {note}", file=sys.stderr, flush=True)
+            spent = now - self.start
+            left = spent / max(self.done - self.first, 1) * max(self.total - self.done, 0)
+            told = f"{self.title}: {self.done}/{self.total}  {spent:.0f} s, {left:.0f} s left  {note}"
+            print(told, file=sys.stderr, flush=True)
 
 
 def say(message: str) -> None:

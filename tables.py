@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -126,3 +127,29 @@ def analysis_tables(analysis: "Analysis", page: Path) -> Group:
     for name, part in (analysis.by_category | analysis.by_context).items():
         parts.add_row(name, "-" if part.tau is None else f"{part.tau:.2f}", str(part.rounds))
     return Group(ranks, drafts, accuracy, parts, f"pictures: {page}")
+
+
+def plan_table(plan: dict[str, Any]) -> Table:
+    """What `headstart train --dry-run` found."""
+    table = Table("what", "how much", title=f"{plan['head']['kind']} for {plan['verifier']['name']}")
+    verifier, head = plan["verifier"], plan["head"]
+    active = f", {verifier['active'] / 1e9:.2f}B of them a token" if verifier["active"] < 0.8 * verifier["parameters"] else ""
+    table.add_row("verifier", f"{verifier['parameters'] / 1e9:.2f}B parameters{active}, {verifier['dtype']}")
+    table.add_row("head", f"{head['parameters'] / 1e6:.1f}M parameters")
+    for name, size in plan["memory_gb"].items():
+        table.add_row(f"  {name}", f"{size:.2f} GB")
+    table.add_row(
+        f"each of {plan['ranks']} ({plan['strategy']})", f"{plan['memory_total_gb']:.1f} of {plan['device_memory_gb']:.1f} GB"
+    )
+    if plan["host_features_gb"]:
+        table.add_row("states in main memory", f"{plan['host_features_gb']:.1f} GB a process")
+    table.add_row("steps", "unknown" if plan["steps"] is None else f"{plan['steps']:,}")
+    table.add_row("tokens", "unknown" if plan["tokens"] is None else f"at most {plan['tokens']:,}")
+    if plan["tokens_per_second"]:
+        rate = f"{plan['tokens_per_second']:,.0f} tokens/s (ten steps of one process, times {plan['ranks']})"
+        table.add_row("time", f"{plan['hours']:.2f} h at {rate}")
+    else:
+        table.add_row("time", f"not measured: {plan['not_probed']}")
+    for warning in plan["warnings"]:
+        table.add_row("[bold red]warning[/]", escape(warning))
+    return table

@@ -13,9 +13,14 @@ from .packing import collate, lay_out, packed_rows, split_by_tokens
 
 
 class FeatureSource(ABC):
-    """Batches with the verifier states a head needs; `row_tokens`: the size of rows to pack samples into, None packs none."""
+    """Batches with the verifier states a head needs.
+
+    row_tokens: the size of rows to pack samples into, None packs none. lap: is told what the time since it was last called went
+    into.
+    """
 
     row_tokens: int | None = None
+    lap: Callable[[str], None] = staticmethod(lambda part: None)
 
     @abstractmethod
     def load(self, indices: Sequence[int]) -> tuple[Batch, Features]:
@@ -37,7 +42,10 @@ class OnlineFeatures(FeatureSource):
     def load(self, indices: Sequence[int]) -> tuple[Batch, Features]:
         samples = [self.samples[i] for i in indices]
         batch = collate(samples, self.verifier.device, self.rows(samples))
-        return batch, compute(self.verifier, batch, self.layers)
+        self.lap("data")
+        features = compute(self.verifier, batch, self.layers)
+        self.lap("verifier")
+        return batch, features
 
 
 class OriginalFeatures(FeatureSource):

@@ -40,6 +40,7 @@ class Step(Model):
     loss_by_depth: list[float] = []
     supervised_tokens: int = 0
     seconds: float = 0.0
+    time_shares: dict[str, float] = {}
     held_out: HeldOut | None = None
 
 
@@ -198,6 +199,14 @@ class Run:
     def seconds(self) -> float:
         """Wall time of training, pauses between its parts left out."""
         return max(line.seconds for line in self.metrics)
+
+    @property
+    def time_shares(self) -> str:
+        """Where a training step's time went, the largest part first; empty where the lines do not say."""
+        told = [line.time_shares for line in self.metrics if line.time_shares]
+        means = {part: sum(shares.get(part, 0.0) for shares in told) / len(told) for part in (told[0] if told else {})}
+        parts = sorted(means.items(), key=lambda item: -item[1])
+        return ", ".join(f"{part} {share:.0%}" for part, share in parts if share >= 0.005)
 
     @property
     def fastest(self) -> Result:

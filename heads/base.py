@@ -60,12 +60,15 @@ class Batch:
 
     ids: [B, T]; mask: bool [B, T], true where the token is an answer's, to be learned; lengths: [B], tokens of a row;
     positions: [B, T], each token's position within its document, zero in the padding; None where a row is one document.
+    counts: [K], the supervised labels of the whole optimizer step by depth, where it has other batches too and they are known:
+    a hint that spares a loss work, the sums are the same without it.
     """
 
     ids: Tensor
     mask: Tensor
     lengths: Tensor
     positions: Tensor | None = None
+    counts: Tensor | None = None
 
     @property
     def places(self) -> Tensor:
@@ -201,15 +204,24 @@ class DraftHead(nn.Module, Drafter):
     def loss(self, batch: Batch, features: Features, verifier: Verifier) -> HeadLoss:
         """Loss terms of METHODS, a term for each depth, over supervised positions only."""
 
+    @property
+    def columns(self) -> Tensor | None:
+        """The verifier's ids that the head can draft; None where these are all."""
+        return None if len(self.target_ids) == self.config.vocab_size else self.target_ids
+
     @torch.no_grad()
     def teacher(self, features: Features, verifier: Verifier, wanted: Tensor) -> Tensor:
         """The verifier's probabilities [M, Q], over the head's own vocabulary alone, at the `wanted` [B, T] positions."""
-        return verifier.logits(features.last[wanted], self.target_ids).float().softmax(-1)
+        return self.teacher_rows(features, verifier, wanted)(slice(None))
+
+    def teacher_rows(self, features: Features, verifier: Verifier, wanted: Tensor) -> Callable[[slice], Tensor]:
+        """`teacher` for a few of the M rows at a time."""
+        last, logits = features.last[wanted], verifier.logits_over(self.columns)
+        return lambda rows: logits(last[rows]).float().softmax(-1)
 
     def verifier_log_q(self, hidden: Tensor, verifier: Verifier) -> Tensor:
         """float32 log q [..., Q] of states [..., d] that go through the verifier's own frozen lm_head."""
-        ids = None if len(self.target_ids) == self.config.vocab_size else self.target_ids
-        return verifier.logits(hidden.to(verifier.dtype), ids).float().log_softmax(-1)
+        return verifier.logits(hidden.to(verifier.dtype), self.columns).float().log_softmax(-1)
 
     @abstractmethod
     def predictions(

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .base import Batch, LayerConfig, register, shifted, target_rows
+from .distillation import Lesson, distil
 from .layers import DecoderLayer
-from .losses import HeadLoss, SoftLoss, linear_cross_entropy
+from .losses import HeadLoss, SoftLoss
 from .recurrent import RecurrentHead, supervised_drafts
 from .verifier import Features, Verifier
 
@@ -104,18 +105,18 @@ class Eagle3Head(RecurrentHead):
     def loss(self, batch: Batch, features: Features, verifier: Verifier) -> HeadLoss:
         supervised = self.supervised(batch, features)
         wanted, index = target_rows(supervised)
-        teacher = self.teacher(features, verifier, wanted)
         rows, states = self.training_states(batch, features, verifier, supervised.any(0), self.config.depth)
-        sums, correct = [], []
+        hidden, labels = [], []
         for k, state in enumerate(states):
             here = supervised[k].gather(1, rows.clamp(min=0)) & (rows >= 0)  # [B, R]
-            labels = shifted(index, 1 + k, -1).gather(1, rows.clamp(min=0))[here]
-            loss, hits = linear_cross_entropy(self.norm(state[here]), self.lm_head.weight, teacher, labels, self.config.loss)
-            sums.append(loss)
-            correct.append(hits)
+            hidden.append(self.norm(state[here]))
+            labels.append(shifted(index, 1 + k, -1).gather(1, rows.clamp(min=0))[here])
+        lesson = Lesson(self.teacher_rows(features, verifier, wanted), int(wanted.sum()), labels, self.config.loss)
         counts = supervised.flatten(1).sum(1)
         weights = self.config.decay ** torch.arange(self.config.depth, device=counts.device)
-        return HeadLoss(torch.stack(sums), counts, torch.stack(correct), weights)
+        scales = weights / (counts if batch.counts is None else batch.counts).clamp(min=1)
+        sums, correct = distil(lesson, hidden, self.lm_head.weight, scales)
+        return HeadLoss(sums, counts, correct, weights)
 
 
 def build(config: dict[str, Any]) -> Eagle3Head:

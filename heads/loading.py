@@ -65,6 +65,17 @@ def quantisation(bits: int, dtype: torch.dtype, place: torch.device, spec: str) 
     return {"quantization_config": config, "device_map": {"": place}}
 
 
+def load_skeleton(spec: str, dtype: str | torch.dtype, device: str) -> PreTrainedModel:
+    """The verifier's model without its weights (on the meta device), from its config.json alone."""
+    source = resolve(spec)
+    try:
+        config = AutoConfig.from_pretrained(**source)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=resolve_dtype(dtype, resolve_device(device)))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"verifier {spec}: its configuration cannot be read: {first_line(error)}") from error
+
+
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
     """The verifier's tokenizer. Raises UserError when there is none."""
     try:

@@ -46,9 +46,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None, soft: SoftLoss
     ) -> tuple[Tensor, Tensor]:
-        device = hidden.device.type
         precise = torch.promote_types(hidden.dtype, torch.float32)
-        products = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        products = product_dtype(hidden)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         hidden, weight = hidden.to(products), weight.to(products)
@@ -72,7 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.T @ hidden[part]
+                add_product(grad_weight, grad.T, hidden[part])
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(correct)
         return loss, correct
@@ -88,6 +87,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What matrix products of x are computed in: autocast's dtype under autocast."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, without a copy of `total`'s size where the dtypes allow it."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
 def soft_loss(log_q: Tensor, p: Tensor, loss: SoftLoss) -> tuple[Tensor, Tensor]:

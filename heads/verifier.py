@@ -6,10 +6,10 @@ Shapes: B rows, T tokens, S slots or positions, d hidden size, L captured layers
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -114,14 +114,24 @@ class Verifier:
 
     def logits(self, hidden: Tensor, vocabulary: Tensor | None = None) -> Tensor:
         """The verifier's own logits [..., V] of final hidden states [..., d]; `vocabulary` (ids) asks for some columns only."""
+        return self.logits_over(vocabulary)(hidden)
+
+    def logits_over(self, vocabulary: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """`logits` for many calls over the same columns, whose weights are gathered once."""
         if vocabulary is None:
-            raw = self.lm_head(hidden)
+            output: Callable[[Tensor], Tensor] = self.lm_head
         else:
             bias = None if self.lm_head.bias is None else self.lm_head.bias[vocabulary]
-            raw = nn.functional.linear(hidden, self.lm_head.weight[vocabulary], bias)
-        raw = raw * self.logit_multiplier
+            output = partial(nn.functional.linear, weight=self.lm_head.weight[vocabulary], bias=bias)
+        scale = self.logit_multiplier
         cap = getattr(self.config, "final_logit_softcapping", None)  # Gemma 2
-        return raw if cap is None else cap * torch.tanh(raw / cap)
+
+        def logits(hidden: Tensor) -> Tensor:
+            raw = output(hidden)
+            raw = raw if scale == 1.0 else raw * scale
+            return raw if cap is None else cap * torch.tanh(raw / cap)
+
+        return logits
 
     @property
     def logit_multiplier(self) -> float:

@@ -134,7 +134,7 @@ def test_recipe_ls(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     assert all(name in printed for name in shipped_recipes())
     assert run(["recipe", "ls", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [
-        {"name": name, "head": path.stem, "verifier": "builtin:smollm2-135m", "path": str(path)}
+        {"name": name, "head": path.stem, "verifier": load_recipe(path).verifier.model, "path": str(path)}
         for name, path in shipped_recipes().items()
     ]
 

@@ -23,6 +23,7 @@ from ..ranks import rank, share, total, world
 from .best import better
 from .checkpoint import Checkpoints, Progress
 from .muon import Muon
+from .profile import PAUSED, Profile
 from .stopping import Stop, stopping
 from .strategies.base import Strategy
 from .strategies.plain import Plain
@@ -68,6 +69,8 @@ def fit(
     """
     strategy = strategy or Plain()
     products = torch.bfloat16 if verifier.dtype.itemsize == 2 else torch.float32
+    profile = Profile(head, verifier, products)
+    source.lap = profile.lap
     checkpoints = Checkpoints(run_folder / "checkpoints")
     progress = checkpoints.load(head, strategy, lambda: make_optimizers(head, settings, products, head.rate_of))
     kept = replace(progress)
@@ -81,6 +84,7 @@ def fit(
             if unjudged and (finished or due(progress.step, settings.evaluate_every)):
                 with window.paused():
                     judge(strategy, verifier, evaluate, progress, metrics, run_folder, stop)
+                profile.lap(PAUSED)
             if progress != kept and (finished or stop.agreed or due(progress.step, settings.save_every)):
                 progress.seconds = window.seconds()
                 checkpoints.save(strategy, progress)
@@ -92,9 +96,10 @@ def fit(
             head.begin_step(progress.step / len(plan))
             step(strategy, verifier, source, plan[progress.step], settings, progress.step + 1, window, stop)
             progress.step += 1
-            bar(1, f"loss {window.mean_loss():.3f}  {window.tokens_per_second():.0f} tokens/s")
+            bar(1, f"loss {window.mean_loss():.3f}  {window.tokens_per_second():.0f} tokens/s  {profile.note}")
             if progress.step == len(plan) or progress.step % settings.log_every == 0:
-                metrics.log(progress.step, learning_rate=settings.learning_rate * share, **window.flush())
+                used = profile.flush(window.tokens, window.labels(), len(window.norms), len(plan) - progress.step)
+                metrics.log(progress.step, learning_rate=settings.learning_rate * share, **window.flush(), **used)
 
 
 def make_optimizers(
@@ -144,19 +149,26 @@ def step(
 ) -> None:  # fmt: skip
     """One optimizer step on these samples, of which every process takes its micro-batches. Without a label nothing changes."""
     torch.manual_seed(random.Random(f"{settings.seed}-{number}-{rank()}").getrandbits(63))  # a head may draw noise
+    source.lap("other")
     mine = shares(indices, settings.accumulation)
     parts = [load(source, part) for part in mine]
+    source.lap("data")
     counts = torch.stack([strategy.head.supervised(*part).flatten(1).sum(1) for part in parts]).sum(0)
     *everyone, wishes = total(torch.stack([*counts, counts.new_tensor(stop.requested)])).tolist()
     stop.agreed = wishes > 0
+    source.lap("other")
+    joint = counts.new_tensor(everyone)
     norm, losses = 0.0, []
     for i, (batch, features) in enumerate(parts):
         with torch.autocast(verifier.device.type, torch.bfloat16, enabled=verifier.dtype.itemsize == 2):
-            losses.append(strategy.loss(batch, features, verifier))
+            losses.append(strategy.loss(replace(batch, counts=joint), features, verifier))
+        source.lap("forward")
         if any(everyone):
-            strategy.backward(losses[-1].total(counts.new_tensor(everyone)), last=i == len(parts) - 1)
+            strategy.backward(losses[-1].total(joint), last=i == len(parts) - 1)
+            source.lap("backward")
     if any(everyone):
         norm = strategy.step(settings.clip, number)
+        source.lap("optimizer")
     window.add(losses, norm, sum(int(batch.lengths.sum()) for (batch, _), part in zip(parts, mine, strict=True) if part))
 
 
@@ -221,6 +233,10 @@ class Window:
         self.norms.append(norm)
         self.tokens += tokens
 
+    def labels(self) -> int:
+        """Supervised ones of this process, of all depths."""
+        return sum(int(loss.counts.sum()) for loss in self.losses)
+
     def seconds(self) -> float:
         return time.perf_counter() - self.start
 
@@ -259,6 +275,7 @@ class Window:
             "grad_norm": max(self.norms),
             "supervised_tokens": int(joined.counts[0]),
             "tokens_per_second": round(self.tokens_per_second(), 1),
+            "supervised_tokens_per_second": round(int(joined.counts[0]) / max(time.perf_counter() - self.since, 1e-9), 1),
             "seconds": round(self.seconds(), 2),
         }
         if joined.last_is_verifier:

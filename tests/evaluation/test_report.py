@@ -87,6 +87,7 @@ STEPS = [
         "grad_norm": 0.7,
         "supervised_tokens": 2048,
         "tokens_per_second": 310.0,
+        "time_shares": {"data": 0.003, "verifier": 0.2 + step / 100, "forward": 0.497 - step / 100, "other": 0.3},
         "seconds": 6.0 * step,
     }
     for step in range(10, 31, 10)
@@ -323,6 +324,7 @@ def test_facts_and_recipe_of_a_run(make_run: MakeRun) -> None:
     folder = make_run()
     text = report(folder).text
     assert "parameters 9.51M training steps 30 supervised tokens 6.14K training time 3 min" in text
+    assert "of a step verifier 40%, other 30%, forward 30%" in text  # means of the lines; what rounds to nothing is left out
     assert "held-out prompts 80, up to 48 tokens timed on 4 prompts, batch 1, median of 3" in text
     assert "recipe.yaml head: {kind: eagle3} # <of eagle3>" in text
     assert "not evaluated alike" not in text

@@ -1,6 +1,7 @@
 """EAGLE-3 training against a dense reference: every (sample, position, step) on its own, keys listed one by one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -275,18 +276,20 @@ def test_a_batch_shorter_than_the_steps_is_no_error(
     assert torch.isfinite(loss.total())
 
 
+@pytest.mark.parametrize("hinted", [False, True])
 def test_case_14_micro_batches_under_joint_counts_equal_one_big_batch(
-    tiny: Build, tiny_eagle3: Build, ids_of: Build, batch_of: Build, features_of: Build
+    hinted: bool, tiny: Build, tiny_eagle3: Build, ids_of: Build, batch_of: Build, features_of: Build
 ) -> None:
     verifier = tiny("llama")
     head = tiny_eagle3(verifier)
     rows, spans = rows_and_spans(ids_of)
-    losses = [
-        head.loss(batch, features_of(verifier, batch, LAYERS), verifier)
-        for batch in [batch_of(rows, spans), batch_of(rows[:1], spans[:1]), batch_of(rows[1:], spans[1:])]
-    ]
-    big, parts = losses[0], losses[1:]
-    joint = parts[0].counts + parts[1].counts
+    batches = [batch_of(rows, spans), batch_of(rows[:1], spans[:1]), batch_of(rows[1:], spans[1:])]
+    features = [features_of(verifier, batch, LAYERS) for batch in batches]
+    joint = head.supervised(batches[0], features[0]).flatten(1).sum(1)
+    if hinted:
+        batches[1:] = [replace(batch, counts=joint) for batch in batches[1:]]
+    big, *parts = (head.loss(batch, states, verifier) for batch, states in zip(batches, features, strict=True))
+    assert joint.tolist() == (parts[0].counts + parts[1].counts).tolist()
     total = parts[0].total(joint) + parts[1].total(joint)
     assert total.item() == pytest.approx(big.total().item(), rel=1e-6)
     whole = torch.autograd.grad(big.total(), list(head.parameters()))

@@ -113,6 +113,7 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
             lambda h: brief(workshop.evaluator.acceptance(h, tree, section.evaluate_prompts)),
             strategy,
             report,
+            workshop.evaluator.verifier,
         )
     if progress.judged < len(plan):
         say(f"stopped at step {progress.step} of {len(plan)}, saved; the same command goes on")

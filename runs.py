@@ -14,9 +14,8 @@ from .training.recipe import Recipe, load_recipe, recipe_yaml
 START = "start"  # in a run folder: an imported head that training goes on from
 FREE = {  # sections and fields that may change while a run goes on: how it is computed, looked at and judged
     "evaluation", "tracking", "training.strategy", "training.fsdp", "training.deepspeed", "training.accumulation",
-    "training.gradient_checkpointing", "training.compile",
-    "training.log_every",
-    "training.save_every", "training.evaluate_every", "training.evaluate_prompts",
+    "training.gradient_checkpointing", "training.compile", "training.log_every", "training.save_every",
+    "training.evaluate_every", "training.evaluate_prompts",
 }  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def _start(options: dict[str, Any], run_folder: Path, config: dict[str, Any]) ->
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"id": uuid4().hex[:8]}) + "\n", encoding="utf-8")
-    mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() and _reachable() else "offline")
+    mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_key() and _reachable() else "offline")
     run = wandb.init(
         **options,
         id=json.loads(path.read_text(encoding="utf-8"))["id"],

@@ -74,6 +74,12 @@ def test_defaults(write: Any) -> None:
             "steps": 100,
             "epochs": None,
             "batch_tokens": 8192,
+            "strategy": "single",
+            "fsdp": {"head": False},
+            "deepspeed": {"config": "zero2"},
+            "gradient_checkpointing": False,
+            "compile": False,
+            "accumulation": 1,
             "optimizer": "adamw",
             "learning_rate": 0.001,
             "schedule": "cosine",
@@ -103,6 +109,7 @@ def test_defaults(write: Any) -> None:
             "timing_prompts": 0,
             "timing_repeats": 3,
         },
+        "tracking": {"wandb": None},
     }
 
 
@@ -208,7 +215,8 @@ def test_one_fault(write: Any, line: str, message: str) -> None:
         ),
         ("evaluation: {timing_repeats: 2}", "evaluation.timing_repeats: must be at least 3, got 2"),
         ("evaluation: &a {trees: *a}", "evaluation.trees: an alias of the very thing it stands in"),
-        ("wandb: {}", "wandb: unknown key; the keys here are verifier, data, head, training, evaluation"),
+        ("wandb: {}", "wandb: unknown key; did you mean 'tracking.wandb'?"),
+        ("tracking: {wandb: {}}", "tracking.wandb.project: missing; the project's name"),
     ],
 )
 def test_one_fault_of_a_section(write: Any, section: str, message: str) -> None:
@@ -241,7 +249,7 @@ lerning_rate: 1
         "my.yaml:5: training.epochs: give exactly one of steps and epochs",
         "my.yaml:6: training.stepz: unknown key; did you mean 'steps'?",
         "my.yaml:7: training.learning_rate: must be a number, got 'fast'",
-        "my.yaml:8: lerning_rate: unknown key; the keys here are verifier, data, head, training, evaluation",
+        "my.yaml:8: lerning_rate: unknown key; the keys here are verifier, data, head, training, evaluation, tracking",
         "override: training.seed: must be a whole number, got 'x'",
         "override: evaluation.batch: must be at least 1, got 0",
     ]

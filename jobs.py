@@ -151,6 +151,7 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
             lambda h: told(look(evaluator, h, tree, section.evaluate_prompts, section.evaluate_seconds)),
             strategy,
             report,
+            workshop.evaluator.verifier,
         )
     if progress.judged < len(plan):
         say(f"stopped at step {progress.step} of {len(plan)}, saved; the same command goes on")

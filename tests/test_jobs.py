@@ -249,7 +249,7 @@ def test_lossless_of_a_run(
     assert headstart("train", recipe, "--run-folder", folder).code == 0
     before = files(folder)
     monkeypatch.setattr("headstart.jobs.proof", lambda seed: iter(lossless.one_node(seed)))  # the rest has a test of its own
-    proved = headstart("lossless", folder, "--tokens", 5000, "--json")
+    proved = headstart("lossless", folder, "--tokens", 14_000, "--json")
     assert proved.code == 0, proved.out
     gates = json.loads(proved.out)["gates"]
     assert {gate["part"] for gate in gates} == {"one node", "wrong rules", "own model"}
@@ -258,7 +258,7 @@ def test_lossless_of_a_run(
         f"greedy, {tree}, float32" for tree in ("chain of 4 nodes", "static of 5 nodes", "dynamic of 8 nodes")
     ]
     assert [gate["measure"] for gate in own[3:]] == ["chi-square p"] * 7  # two rules for two trees, one for the third
-    assert int(own[-2]["note"].split()[0]) >= 5000
+    assert int(own[-2]["note"].split()[0]) >= 14_000
     assert own[-1]["name"].startswith("planted bias")
     assert files(folder) == before
 

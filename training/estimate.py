@@ -36,8 +36,8 @@ class HeadSizes:
 @dataclass(frozen=True)
 class Work:
     """tokens: of a micro-batch, padding included; share: of all of a process's in a step, whose states are there at once;
-    hidden: of the verifier; states: kept a token, the last one included;
-    vocabulary: of the verifier; bytes: of one of its weights; online: it runs in the step."""
+    hidden: of the verifier; states: kept a token, the last one included; vocabulary: of the verifier; bytes: of one of its
+    weights; online: it runs in the step."""
 
     tokens: int
     share: int

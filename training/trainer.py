@@ -61,11 +61,13 @@ def fit(
     evaluate: Evaluate,
     strategy: Strategy | None = None,
     report: Report = lambda step, values: None,
+    judging: Verifier | None = None,
 ) -> Progress:
     """Train `head` on the batches of `plan` (sample indices, one entry an optimizer step), resuming what the run folder holds.
 
     Keeps the head of the best held-out tau in run_folder/head. Trainable weights and moments are float32; under a verifier in
     half precision products are bfloat16. On SIGTERM saves after the step at hand and returns before the plan's end.
+    judging: the verifier that `evaluate` decodes with, if it is another one.
     """
     strategy = strategy or Plain()
     products = torch.bfloat16 if verifier.dtype.itemsize == 2 else torch.float32
@@ -83,7 +85,7 @@ def fit(
             unjudged = progress.judged < progress.step and not stop.agreed
             if unjudged and (finished or due(progress.step, settings.evaluate_every)):
                 with window.paused():
-                    judge(strategy, verifier, evaluate, progress, metrics, run_folder, stop)
+                    judge(strategy, verifier, evaluate, progress, metrics, run_folder, stop, judging)
                 profile.lap(PAUSED)
             if progress != kept and (finished or stop.agreed or due(progress.step, settings.save_every)):
                 progress.seconds = window.seconds()
@@ -196,11 +198,11 @@ def due(step: int, every: int | None) -> bool:
 
 def judge(
     strategy: Strategy, verifier: Verifier, evaluate: Evaluate, progress: Progress, metrics: Metrics, run_folder: Path,
-    stop: Stop,
+    stop: Stop, judging: Verifier | None,
 ) -> None:  # fmt: skip
     """Decode held-out prompts for real and keep the head if it is the best so far. A wish to stop leaves it for later."""
     head = strategy.whole()
-    with leading(verifier, stop) as leads:
+    with leading(verifier, stop, judging) as leads:
         if leads:
             held_out = evaluate(head)
             metrics.log(progress.step, held_out=held_out)

@@ -10,8 +10,8 @@ from command import headstart
 from safetensors.torch import load_file, save_file
 
 from headstart import build_features
+from headstart.build import build_verifier as load_verifier
 from headstart.build_data import build_conversations, build_samples
-from headstart.build_data import build_verifier as load_verifier
 from headstart.data import store
 from headstart.data.chat import samples
 from headstart.data.skips import Skips

@@ -22,6 +22,7 @@ STRATEGIES = {
     "zero3": (2, {"strategy": "deepspeed", "deepspeed": {"config": "zero3"}}),
     "accumulating": (0, {"accumulation": 3}),
 }
+SLOW = ("fsdp", "zero1, accumulating")  # the others tell as much
 SAVED = {"save_every": 4}
 
 Start = Callable[..., Processes]
@@ -88,7 +89,7 @@ def equal(one: Path, other: Path) -> None:
     assert all(left[name].equal(right[name]) for name in left)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in STRATEGIES])
 def test_case_14_every_strategy_has_the_numbers_of_one_process(name: str, single: Path, start: Start, place: Path) -> None:
     processes, training = STRATEGIES[name]
     run = start(name, processes, training)
@@ -136,7 +137,8 @@ def test_a_killed_run_goes_on_bit_for_bit_and_so_does_one_killed_while_saving(si
 
 @pytest.mark.parametrize("chain", [
     [(2, {"strategy": "fsdp", "fsdp": {"head": True}}), (2, {"strategy": "deepspeed", "deepspeed": {"config": "zero3"}})],
-    [(2, {"strategy": "deepspeed", "deepspeed": {"config": "zero1"}}), (3, {"strategy": "ddp"})],
+    pytest.param(
+        [(2, {"strategy": "deepspeed", "deepspeed": {"config": "zero1"}}), (3, {"strategy": "ddp"})], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_sigterm_saves_and_another_strategy_goes_on(chain: list, single: Path, start: Start, place: Path) -> None:
     """Of three legs the last is one process; each but it is asked to stop after some steps."""

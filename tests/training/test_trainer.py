@@ -501,18 +501,23 @@ def test_the_micro_batches_of_all_processes_are_the_batch(monkeypatch):
     assert max(map(len, dealt)) == 1
 
 
-def test_sigterm_during_a_held_out_evaluation_leaves_it_for_the_next_start(new_head, new_source, verifier, tmp_path):
+@pytest.mark.parametrize("another", [False, True])
+def test_sigterm_during_a_held_out_evaluation_leaves_it_for_the_next_start(
+    another, new_head, new_source, verifier, tiny, tmp_path
+):
     """Saved at once, without the evaluation; the next start begins with it, and ends like a run that was never stopped."""
     straight = new_head()
     fit(straight, verifier, new_source(straight), PLAN, SETTINGS, tmp_path / "straight", constant)
 
+    judging = tiny("llama") if another else None
+
     def asked_to_stop(head):
         os.kill(os.getpid(), signal.SIGTERM)
-        verifier.features(torch.tensor([[1, 2, 3]]))
+        (judging or verifier).features(torch.tensor([[1, 2, 3]]))
         raise AssertionError("nothing is decoded after the signal")
 
     head, folder = new_head(), tmp_path / "stopped"
-    stopped = fit(head, verifier, new_source(head), PLAN, SETTINGS, folder, asked_to_stop)
+    stopped = fit(head, verifier, new_source(head), PLAN, SETTINGS, folder, asked_to_stop, judging=judging)
     assert (stopped.step, stopped.judged) == (5, 0)
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-5"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -33,11 +33,11 @@ def shard_verifier(verifier: Verifier, mesh: DeviceMesh) -> None:
 
 
 @contextmanager
-def leading(verifier: Verifier, stop: Stop | None = None) -> Iterator[bool]:
+def leading(verifier: Verifier, stop: Stop | None = None, judge: Verifier | None = None) -> Iterator[bool]:
     """The first process alone works with the verifier in the block; yields whether this is it (collective).
 
     The others wait, and lend their shares of a sharded verifier, a pass of theirs for each of the first one's. A wish to stop
-    ends the block before the next pass.
+    ends the block before the next pass of it, or of the whole verifier `judge` that judges in another precision.
     """
     if not is_first():
         while share(None):
@@ -51,13 +51,15 @@ def leading(verifier: Verifier, stop: Stop | None = None) -> Iterator[bool]:
         if verifier.sharded:
             share(True)
 
-    handle = verifier.decoder.register_forward_pre_hook(before, prepend=True)
+    decoders = {verifier.decoder, (judge or verifier).decoder}
+    handles = [decoder.register_forward_pre_hook(before, prepend=True) for decoder in decoders]
     try:
         yield True
     except Preempted:
         pass
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     share(False)
 
 

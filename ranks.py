@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from .errors import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -48,9 +50,13 @@ def joined() -> Iterator[None]:
     global _control
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    store, *_ = next(distributed.rendezvous("env://"))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    distributed.init_process_group(backend, store=store, rank=rank(), world_size=world())
+    try:
+        store, *_ = next(distributed.rendezvous("env://"))
+        distributed.init_process_group(backend, store=store, rank=rank(), world_size=world())
+    except (distributed.DistError, ValueError) as error:
+        place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise UserError(f"the processes cannot meet at {place}: {str(error).splitlines()[0]}") from error
     _control = distributed.new_group(backend="gloo", timeout=PATIENCE)
     try:
         yield

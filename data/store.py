@@ -47,10 +47,11 @@ class FeatureStore:
 
     def __init__(self, folder: Path, survey: Survey, keep: int | None = None) -> None:
         self.folder, self.survey, self.keep = folder, survey, keep
-        self.shard_of = np.full(len(survey.tokens), -1, np.int32)  # index into `shards`, -1 where missing
+        self.shard_of = np.full(len(survey.tokens), -1, np.int32)  # a key of `shards`, -1 where missing
         self.number = np.zeros(len(survey.tokens), np.int32)  # a sample's place in its shard
-        self.shards: list[Known] = []
-        self.paths: set[Path] = set()  # of `shards` that are still there, as far as this process knows
+        self.shards: dict[int, Known] = {}  # those that are there, as far as this process knows
+        self.keys: dict[Path, int] = {}
+        self.next_key = 0
         sweep(folder)
         self.scan()
 
@@ -60,7 +61,7 @@ class FeatureStore:
     def scan(self) -> None:
         """Take in shards that appeared since; a torn one is deleted, and its samples are missing again."""
         for path in sorted(self.folder.glob("*.safetensors")):
-            if path not in self.paths:
+            if path not in self.keys:
                 self._know(path)
 
     def _know(self, path: Path) -> None:
@@ -73,10 +74,11 @@ class FeatureStore:
             self._discard(path, f"torn ({error})")
             return
         tokens, last = (np.cumsum([0, *counts[numbers]]) for counts in (self.survey.tokens, self.survey.last_rows))
-        self.shard_of[numbers] = len(self.shards)
+        self.shard_of[numbers] = self.next_key
         self.number[numbers] = range(len(numbers))
-        self.shards.append(Known(shard, checksums, tokens, last))
-        self.paths.add(path)
+        self.shards[self.next_key] = Known(shard, checksums, tokens, last)
+        self.keys[path] = self.next_key
+        self.next_key += 1
 
     def read_all(self, samples: Sequence[int]) -> dict[int, Rows | None]:
         """Several samples at a time: disk and checksums keep both a core and the bus busy."""
@@ -85,9 +87,9 @@ class FeatureStore:
 
     def read(self, i: int) -> Rows | None:
         """One sample; None where it is missing or does not match its checksum."""
-        if self.shard_of[i] < 0:
+        known, number = self.shards.get(int(self.shard_of[i])), int(self.number[i])
+        if known is None:
             return None
-        known, number = self.shards[self.shard_of[i]], int(self.number[i])
         tokens, last = ((int(edges[number]), int(edges[number + 1])) for edges in (known.tokens, known.last))
         ranges = {name: last if name.startswith("last") else tokens for name in PARTS if name in known.shard.parts}
         path = known.shard.path
@@ -150,10 +152,9 @@ class FeatureStore:
                 total -= size
 
     def forget(self, path: Path) -> None:
-        self.paths.discard(path)
-        for index, known in enumerate(self.shards):
-            if known.shard.path == path:
-                self.shard_of[self.shard_of == index] = -1
+        if (key := self.keys.pop(path, None)) is not None:
+            self.shards.pop(key)
+            self.shard_of[self.shard_of == key] = -1
 
     @contextmanager
     def claim(self, chunk: int, wait: bool) -> Iterator[bool]:

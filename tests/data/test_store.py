@@ -226,6 +226,7 @@ def test_a_budget_deletes_the_oldest_and_makes_them_again(verifier, tmp_path, sm
         time.sleep(0.01)  # ages differ
         assert 0 < sum(stat.st_size for _, stat in shard_files(tmp_path)) <= budget
     assert [c for c in computed if c] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [0, 1]]
+    assert len(source.store.shards) == len(shards(tmp_path))  # nothing is remembered of the deleted ones
 
 
 def test_a_budget_is_filled_and_no_more(verifier, tmp_path, small_shards):

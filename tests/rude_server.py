@@ -1,6 +1,7 @@
 """An OpenAI-compatible server that fails on purpose."""
 
 import json
+import socket
 import threading
 import time
 from collections import Counter
@@ -70,22 +71,26 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(fault, int):
             self.say(fault, b'{"error": "no"}', **({"Retry_After": "0"} if fault == 429 else {}))
         elif fault == "drop":
-            self.connection.close()
+            self.hang_up()
         elif fault == "torn":
             self.send_response(200)
             self.send_header("Content-Length", "1000")
             self.end_headers()
             self.wfile.write(b'{"choices": [')
             self.wfile.flush()
-            self.connection.close()
+            self.hang_up()
         elif isinstance(fault, bytes):
             self.say(200, fault)
         elif fault == "silence":
-            time.sleep(0.6)
+            time.sleep(1.5)
             self.say(200, b"{}")
         else:
             time.sleep(fault or 0)  # a float: the answers come out of order
             self.say(200, json.dumps({"choices": [self.choice(question)]}).encode())
+
+    def hang_up(self):
+        self.connection.shutdown(socket.SHUT_RDWR)  # closing alone would wait for the handler's own files
+        self.close_connection = True
 
     def choice(self, question):
         reply = self.server.replies.get(question, f"answer to {question}")

@@ -20,7 +20,7 @@ def rude(monkeypatch):
         yield server
 
 
-def client(rude, model="m", temperature=0.0, retries=6, timeout=5.0, answer_tokens=32, seed=0):
+def client(rude, model="m", temperature=0.0, retries=6, timeout=60.0, answer_tokens=32, seed=0):
     return ChatServer(rude.url, model, answer_tokens, temperature, seed, 8, timeout, retries)
 
 
@@ -47,20 +47,26 @@ FAULTS = [
     ["torn"],
     [b"<html>busy</html>", b"\xff\xfe", b'"text"', b"{}", b'{"choices": []}'],
     [b'{"choices": [{"message": {"content": null}}]}', b'{"choices": [{"message": 7}]}'],
-    ["silence"],
-    ["drop", 500, "torn", b"[", "silence", 429],
+    ["drop", 500, "torn", b"[", 429],
 ]
 
 
 def test_every_answer_comes_through_and_the_order_is_kept(rude, tmp_path):
     rows = [chat(i, f"q{i}", "OLD") for i in range(40)]
     rude.faults = {f"q{i}": FAULTS[i % 12] if i % 12 < len(FAULTS) else [0.02 * (3 - i % 3)] for i in range(40)}
-    found = asked(client(rude, timeout=0.3), rows, tmp_path)
+    found = asked(client(rude, timeout=60.0), rows, tmp_path)
     assert [said(one) for one in found] == [[f"q{i}", f"answer to q{i}"] for i in range(40)]
     assert [(one.id, one.source, one.cut_short) for one in found] == [(one.id, one.source, False) for one in rows]
     tries = {f"q{i}": len(rude.faults[f"q{i}"]) + 1 if i % 12 < len(FAULTS) else 1 for i in range(40)}
     assert rude.asked == tries
     assert 1 < rude.busiest <= 8
+
+
+def test_a_silent_server_is_asked_again(rude, tmp_path):
+    rude.faults["q1"] = ["silence"]
+    (found,) = asked(client(rude, timeout=0.5), [chat(1, "q1")], tmp_path)
+    assert said(found) == ["q1", "answer to q1"]
+    assert rude.asked["q1"] >= 2
 
 
 def test_what_is_asked(rude, tmp_path, monkeypatch):

@@ -43,11 +43,10 @@ def build_half() -> Tensor:
     return torch.arange(96)[torch.arange(96) % 2 == 1]  # with the stop token 95
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def build(request: pytest.FixtureRequest) -> Callable[[str], Any]:
-    import conftest
-
-    return lambda name: getattr(conftest, f"build_{name}")
+    """`build("eagle3")` is the builder tiny_eagle3."""
+    return lambda name: request.getfixturevalue(f"tiny_{name}")
 
 
 @pytest.fixture

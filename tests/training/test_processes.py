@@ -73,7 +73,10 @@ def close(one: Path, other: Path) -> None:
     mine, its = lines(one), lines(other)
     assert list(mine) == list(its) == list(range(1, STEPS + 1))
     assert max(abs(mine[step] - its[step]) for step in mine) < TOLERANCE
-    assert lines(one, "held_out") == lines(other, "held_out")
+    for step, look in lines(one, "held_out").items():
+        its_look = lines(other, "held_out")[step]
+        near = {name: pytest.approx(look[name], abs=TOLERANCE) for name in ("alpha", "kl")}  # of weights within the tolerance
+        assert its_look == look | near
     assert lines(one, "supervised_tokens") == lines(other, "supervised_tokens")
     left, right = weights(one), weights(other)
     assert left.keys() == right.keys()

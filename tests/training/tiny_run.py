@@ -157,18 +157,18 @@ def slow_judge() -> None:
     """The held-out evaluation takes longer than any collective of training may."""
     import datetime
 
-    from headstart.evaluation.evaluate import Evaluator
+    from headstart import jobs
 
-    join, acceptance = torch.distributed.init_process_group, Evaluator.acceptance
+    join, look = torch.distributed.init_process_group, jobs.look
 
     def impatient(*arguments: Any, **options: Any) -> None:
         join(*arguments, **options, timeout=datetime.timedelta(seconds=10))
 
     def slow(*arguments: Any, **options: Any) -> dict[str, Any]:
         time.sleep(13)
-        return acceptance(*arguments, **options)
+        return look(*arguments, **options)
 
-    torch.distributed.init_process_group, Evaluator.acceptance = impatient, slow  # type: ignore[method-assign]
+    torch.distributed.init_process_group, jobs.look = impatient, slow
 
 
 def second_rank_fails() -> None:

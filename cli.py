@@ -83,7 +83,7 @@ def train(
             found = plan(checked, ranks, device_memory, probe)
             show(found if as_json else plan_table(found))
             raise typer.Exit(int(not found["fits"]))
-        from .jobs import train
+        from .teaching import train
 
         train(checked, run_folder or Path("runs") / path.stem)
 

@@ -37,7 +37,7 @@ def evaluate(
     Exits with 1 when an answer differs from the verifier's own greedy decoding.
     """
     check_run(run)
-    from .jobs import evaluate
+    from .judging import evaluate
 
     asked = [*(overrides or []), *cli_trees.overrides(drafter or [], tree or [], prompts or [])]
     with redirect_stdout(sys.stderr):  # progress must not mix with the results
@@ -63,7 +63,7 @@ def lossless(
     """
     if run is not None:
         check_run(run)
-    from .jobs import lossless
+    from .judging import lossless
     from .tables import gates_table
 
     with redirect_stdout(sys.stderr):
@@ -139,7 +139,7 @@ def doctor(
     Exits with 1 when they do, with the first place and the likely cause.
     """
     check_run(run)
-    from .jobs import doctor
+    from .judging import doctor
     from .tables import diagnosis_tables
 
     with redirect_stdout(sys.stderr):
@@ -167,7 +167,7 @@ def analyse(
     """
     check_run(run)
     from .evaluation.report import write_report
-    from .jobs import analyse
+    from .judging import analyse
     from .tables import analysis_tables
 
     with redirect_stdout(sys.stderr):

@@ -10,11 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from .evaluation.report import write_report
-from .jobs import Workshop, evaluate, open_workshop, train
+from .judging import evaluate
 from .progress import say
 from .runs import claim
 from .tables import results_table
+from .teaching import train
 from .training.recipe import load_recipe, shipped_recipes
+from .workshop import Workshop, open_workshop
 
 HEADS = ("eagle3", "medusa")
 

@@ -191,7 +191,7 @@ def test_recipe_schema(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_train(stub: Any, folder: Path) -> None:
-    calls = stub("headstart.jobs", "train")
+    calls = stub("headstart.teaching", "train")
     expected = load_recipe(shipped_recipes()[MEDUSA], ["training.steps=5"])
     assert run(["train", MEDUSA, "training.steps=5"]) == 0
     assert run(["train", MEDUSA, "--run-folder", "there", "training.steps=5"]) == 0
@@ -199,14 +199,14 @@ def test_train(stub: Any, folder: Path) -> None:
 
 
 def test_train_checks_the_recipe_first(stub: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = stub("headstart.jobs", "train")
+    calls = stub("headstart.teaching", "train")
     assert run(["train", MEDUSA, "training.stepz=5"]) == 2
     assert capsys.readouterr().err == "error: override: training.stepz: unknown key; did you mean 'steps'?\n"
     assert calls == []
 
 
 def test_eval_prints_a_table(stub: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = stub("headstart.jobs", "evaluate", lambda *_: print("progress"))
+    calls = stub("headstart.judging", "evaluate", lambda *_: print("progress"))
     a_run(Path("runs/a"))
     assert run(["eval", "runs/a", "evaluation.prompts=3"]) == 0
     assert calls == [(Path("runs/a"), ["evaluation.prompts=3"])]
@@ -217,7 +217,7 @@ def test_eval_prints_a_table(stub: Any, folder: Path, capsys: pytest.CaptureFixt
 
 
 def test_eval_json(stub: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stub("headstart.jobs", "evaluate", lambda *_: print("progress"))
+    stub("headstart.judging", "evaluate", lambda *_: print("progress"))
     a_run(Path("runs/a"), speedup=None)
     assert run(["eval", "runs/a", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
@@ -230,7 +230,7 @@ def test_eval_json(stub: Any, folder: Path, capsys: pytest.CaptureFixture[str]) 
 def test_eval_fails_when_answers_differ(
     stub: Any, folder: Path, capsys: pytest.CaptureFixture[str], identical: bool | None, shown: str, code: int
 ) -> None:
-    stub("headstart.jobs", "evaluate")
+    stub("headstart.judging", "evaluate")
     a_run(Path("runs/a"), identical_to_greedy=identical, speedup=None)
     assert run(["eval", "runs/a"]) == code
     row = next(line for line in capsys.readouterr().out.splitlines() if "chain" in line)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from headstart.errors import UserError
 from headstart.evaluation import lossless, verify
 from headstart.heads.hub import load_head
-from headstart.jobs import lossless as lossless_job
+from headstart.judging import lossless as lossless_job
 from headstart.runs import claim, differences
 from headstart.training.checkpoint import Checkpoints
 from headstart.training.recipe import load_recipe
@@ -248,7 +248,7 @@ def test_lossless_of_a_run(
     recipe, folder = write_recipe(kind, evaluation__batch=32), tmp_path / "run"
     assert headstart("train", recipe, "--run-folder", folder).code == 0
     before = files(folder)
-    monkeypatch.setattr("headstart.jobs.proof", lambda seed: iter(lossless.one_node(seed)))  # the rest has a test of its own
+    monkeypatch.setattr("headstart.judging.proof", lambda seed: iter(lossless.one_node(seed)))  # the rest has a test of its own
     proved = headstart("lossless", folder, "--tokens", 14_000, "--json")
     assert proved.code == 0, proved.out
     gates = json.loads(proved.out)["gates"]
@@ -280,7 +280,7 @@ def test_lossless_below_float32_judges_in_both(
     write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """bfloat16 may part from itself at near ties only, and float32 not at all."""
-    monkeypatch.setattr("headstart.jobs.proof", lambda seed: iter(()))
+    monkeypatch.setattr("headstart.judging.proof", lambda seed: iter(()))
     recipe, folder = write_recipe("medusa", verifier__dtype="bfloat16"), tmp_path / "run"
     assert headstart("train", recipe, "--run-folder", folder).code == 0
     gates = [gate for gate in lossless_job(folder, 1000) if gate.name.startswith("greedy, ") and gate.part == "own model"]

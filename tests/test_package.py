@@ -46,7 +46,14 @@ def test_the_wheel_holds_what_the_tree_holds(wheel: Path) -> None:
     modules = {p.as_posix() for p in tree() if p.suffix == ".py" and (len(p.parts) == 1 or p.parts[0] in FOLDERS)}
     others = {p.as_posix() for p in tree() if p.suffix != ".py" and (p.suffix == ".j2" or p.parts[0] in (*FOLDERS, "recipes"))}
     others.add("py.typed")
-    assert {"cli.py", "jobs.py", "data/chat.py", "heads/verifier.py", "training/trainer.py", "evaluation/tree.py"} <= modules
+    assert {
+        "cli.py",
+        "teaching.py",
+        "data/chat.py",
+        "heads/verifier.py",
+        "training/trainer.py",
+        "evaluation/tree.py",
+    } <= modules
     assert {"data/prompts/chat.jsonl", "recipes/smollm2-135m/medusa.yaml", "evaluation/report.html.j2"} <= others
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert packed == {f"headstart/{name}" for name in modules | others}

@@ -109,7 +109,7 @@ def test_case_56_a_head_for_a_verifier_with_an_adapter(
     assert evaluation["results"][0]["identical_to_greedy"] is True
     texts = [[token["text"] for token in e["results"][0]["example"]["tokens"]] for e in (evaluation, evaluated(plain))]
     assert texts[0] != texts[1]
-    monkeypatch.setattr("headstart.jobs.proof", lambda seed: iter(()))
+    monkeypatch.setattr("headstart.judging.proof", lambda seed: iter(()))
     proved = headstart("lossless", run, "--tokens", 1000, "--json")
     greedy = [gate for gate in json.loads(proved.out)["gates"] if gate["name"].startswith("greedy")]
     assert [gate["passed"] for gate in greedy] == [True]
@@ -171,7 +171,7 @@ def test_medusa_2_from_recipe_to_export(write: Build, base: Path, tmp_path: Path
     html = (run / "report.html").read_text()
     assert f"{kept['before']['perplexity']:.3f} → {kept['after']['perplexity']:.3f}" in html
 
-    monkeypatch.setattr("headstart.jobs.proof", lambda seed: iter(()))
+    monkeypatch.setattr("headstart.judging.proof", lambda seed: iter(()))
     gates = json.loads(headstart("lossless", run, "--tokens", 1000, "--json").out)["gates"]
     assert [gate["passed"] for gate in gates if gate["name"].startswith("greedy")] == [True]
     exported = headstart("export", run, "--to", "vllm", "--output", out)

@@ -112,7 +112,7 @@ class Processes:
 
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["headstart.jobs", "torch._dynamo", "tiny_run"])
+FORKS.set_forkserver_preload(["headstart.teaching", "torch._dynamo", "tiny_run"])
 
 
 def run_one(arguments: list[str], environment: dict[str, str], output: Path) -> None:
@@ -157,9 +157,9 @@ def slow_judge() -> None:
     """The held-out evaluation takes longer than any collective of training may."""
     import datetime
 
-    from headstart import jobs
+    from headstart import teaching
 
-    join, look = torch.distributed.init_process_group, jobs.look
+    join, look = torch.distributed.init_process_group, teaching.look
 
     def impatient(*arguments: Any, **options: Any) -> None:
         join(*arguments, **options, timeout=datetime.timedelta(seconds=10))
@@ -168,7 +168,7 @@ def slow_judge() -> None:
         time.sleep(13)
         return look(*arguments, **options)
 
-    torch.distributed.init_process_group, jobs.look = impatient, slow
+    torch.distributed.init_process_group, teaching.look = impatient, slow
 
 
 def second_rank_fails() -> None:

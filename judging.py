@@ -1,0 +1,121 @@
+"""`headstart eval`, `lossless`, `doctor` and `analyse`: what is found out about a run's head."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .build import build_evaluator, build_judge, build_prompts, build_samplings, build_texts, build_tree, build_verifier
+from .build_data import held_out
+from .build_drafters import build_drafters
+from .evaluation.analysis import analyse as analyse_run
+from .evaluation.analysis_file import Analysis
+from .evaluation.diagnosis import Diagnosis
+from .evaluation.doctor import examine
+from .evaluation.evaluate import Evaluator
+from .evaluation.lossless import Gate, own_proof, proof
+from .evaluation.parity import write_texts
+from .evaluation.quality import quality
+from .evaluation.run_folder import read_run
+from .evaluation.top_k import top_k
+from .heads.base import DraftHead, check_fits
+from .heads.files import write_text
+from .heads.hub import load_head
+from .progress import progress_bar
+from .runs import learns_adapter, open_run, read_provenance, run_recipe
+from .training.recipe import Recipe
+from .workshop import Workshop
+
+
+def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop | None = None) -> dict[str, Any]:
+    """Judge the run's head on the held-out prompts and write evaluation.json. Overrides may change evaluation fields."""
+    recipe = run_recipe(run_folder, overrides)
+    head = load_head(run_folder / "head")
+    if workshop is None or learns_adapter(recipe):  # a workshop's verifier is the one of before training
+        holdout = held_out(recipe)
+        evaluator = build_evaluator(recipe, build_judge(recipe), holdout)
+    else:
+        holdout, evaluator = workshop.holdout, workshop.evaluator
+    verifier = evaluator.verifier
+    check_fits(head.config, verifier.facts, verifier.name)
+    start = time.perf_counter()
+    trees = [build_tree(tree) for tree in recipe.evaluation.trees]
+    drafters = build_drafters(recipe, head.to(verifier.device), verifier)
+    results = [
+        {"drafter": name} | result
+        for name, drafter in drafters
+        for result in evaluator.evaluate(drafter, trees, build_samplings(recipe))
+    ]
+    evaluation = {
+        "verifier": verifier.name,
+        **({} if verifier.adapter is None else {"adapter": verifier.adapter.name}),
+        "head": describe(head),
+        "prompts": len(evaluator.prompts),
+        "max_new_tokens": evaluator.max_new_tokens,
+        "dtype": str(verifier.dtype).removeprefix("torch."),
+        "device": str(verifier.device),
+        "seconds": round(time.perf_counter() - start, 1),
+        **({"verifier_quality": quality(verifier, build_texts(recipe, evaluator, holdout))} if learns_adapter(recipe) else {}),
+        "results": results,
+    }
+    write_text(run_folder / "evaluation.json", json.dumps(evaluation, indent=1) + "\n")
+    return evaluation
+
+
+def lossless(run_folder: Path | None, tokens: int, seed: int = 0) -> Iterator[Gate]:
+    """Prove the verification rules, and with a run folder that its own verifier and head are decoded without loss."""
+    judges: list[Evaluator] = []
+    if run_folder is not None:  # bad input shows before the sums are done
+        recipe = run_recipe(run_folder)
+        head = load_head(run_folder / "head")
+        holdout = held_out(recipe)
+        verifier = build_verifier(recipe)
+        check_fits(head.config, verifier.facts, verifier.name)
+        trees = [build_tree(tree) for tree in recipe.evaluation.trees]
+        judges = [build_evaluator(recipe, build_judge(in_float32(recipe), verifier), holdout)]
+        if str(verifier.dtype) != "torch.float32":
+            judges.append(build_evaluator(recipe, verifier, holdout))
+    yield from proof(seed)
+    if judges:
+        with progress_bar("sampling text", tokens, unit="tokens") as bar:
+            yield from own_proof(judges, head, trees, tokens, seed, bar)
+
+
+def doctor(run_folder: Path, prompts: int, tokens: int) -> Diagnosis:
+    """Compare training and decoding of the run's head on the verifier's answers to held-out prompts."""
+    recipe, head, verifier = open_run(run_folder)
+    asked = build_prompts(verifier, held_out(recipe), prompts)
+    ids, names = [prompt.ids for prompt in asked], [prompt.id for prompt in asked]
+    diagnosis = examine(head, verifier, ids, names, tokens, read_provenance(run_folder))
+    return replace(diagnosis, accuracy=diagnosis.accuracy | {"logged": logged_accuracy(run_folder)})
+
+
+def analyse(run_folder: Path, prompts: int, tokens: int, cost: float | None) -> Analysis:
+    """Write analysis.json: what the run's files say, and top-k accuracy on the verifier's answers to held-out prompts."""
+    run = read_run(run_folder)
+    recipe, head, verifier = open_run(run_folder)
+    asked = [prompt.ids for prompt in build_prompts(verifier, held_out(recipe), prompts)]
+    deepest = max(tree.depth for tree in recipe.evaluation.trees)
+    depths = deepest if head.depth is None else head.depth
+    analysis = analyse_run(run, top_k(head, verifier, write_texts(head, verifier, asked, tokens), depths), cost)
+    write_text(run_folder / "analysis.json", analysis.model_dump_json(indent=1) + "\n")
+    return analysis
+
+
+def logged_accuracy(run_folder: Path) -> list[float]:
+    """By depth, as training logged it last; empty where it did not."""
+    path = run_folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    found = [line["accuracy_by_depth"] for line in map(json.loads, lines) if "accuracy_by_depth" in line]
+    return list(found[-1]) if found else []
+
+
+def in_float32(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update={"dtype": "float32"})})
+
+
+def describe(head: DraftHead) -> dict[str, Any]:
+    parameters = sum(p.numel() for p in head.parameters())
+    return {"kind": head.kind, "parameters": parameters} | head.config.model_dump(mode="json", exclude={"kind"})

@@ -7,6 +7,7 @@ transformers folder in the cache; later loads take a fraction of a second.
 import hashlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,7 +107,9 @@ def convert_gguf(source: Path, target: Path) -> None:
         plain = AutoModelForCausalLM.from_config(type(packed.config).from_dict(config), dtype=torch.float32)
         plain.load_state_dict(packed.state_dict())
         plain.generation_config = packed.generation_config
+        logging.disable(logging.WARNING)  # where deepspeed is installed this imports it, and it tells that there is no GPU
         plain.save_pretrained(target)
+        logging.disable(logging.NOTSET)
         progress.update(task, description=f"converted {source.name}")
 
 

@@ -53,6 +53,8 @@ def joined() -> Iterator[None]:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
         store, *_ = next(distributed.rendezvous("env://"))
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = distributed.PrefixStore(f"attempt {restarts}", store)  # torchrun's own: it holds what the dead have left
         distributed.init_process_group(backend, store=store, rank=rank(), world_size=world())
     except (distributed.DistError, ValueError) as error:
         place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))

@@ -195,7 +195,25 @@ def test_a_slow_first_rank_is_waited_for(single: Path, start: Start, place: Path
     assert lines(place / "patient", "held_out")[STEPS] == lines(single, "held_out")[STEPS]
 
 
-@pytest.mark.slow
+def torchrun(recipe: Path, folder: Path, *options: str) -> list[str]:
+    """The command line that people type, on two processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+    return [*launcher, "-m", "headstart", "train", str(recipe), "--run-folder", str(folder)]
+
+
+def with_package() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2].parent)}
+
+
+@pytest.mark.parametrize("name", ["fsdp", "zero3"])
+def test_case_14_torchrun_itself_has_the_numbers_of_one_process(name: str, single: Path, place: Path) -> None:
+    folder = place / f"torchrun-{name}"
+    recipe = write_recipe(folder.with_suffix(".yaml"), place / "verifier", place / "chats.jsonl", **STRATEGIES[name][1])
+    done = subprocess.run(torchrun(recipe, folder), env=with_package(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    close(single, folder)
+
+
 def test_torchrun_restarts_a_run_whose_rank_was_killed(start: Start, place: Path) -> None:
     """The real thing: two ranks, one of them killed; torchrun starts both again, and the run ends as if nothing had been."""
     steps = 400  # so many that the kill comes in the middle
@@ -204,11 +222,8 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(start: Start, place: Path
     assert straight.wait() == [0, 0]
     folder = place / "restarted"
     recipe = write_recipe(place / "restarted.yaml", place / "verifier", place / "chats.jsonl", **training)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2].parent)}
-    line = [*launcher, "-m", "headstart", "train", str(recipe), "--run-folder", str(folder)]
     with (place / "restarted.txt").open("w") as told:
-        agent = subprocess.Popen(line, env=environment, stderr=told)
+        agent = subprocess.Popen(torchrun(recipe, folder, "--max-restarts", "1"), env=with_package(), stderr=told)
     try:
         until(lambda: any((folder / "checkpoints").glob("step-*")))
         children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
@@ -224,10 +239,8 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(start: Start, place: Path
 
 def test_torchrun_shows_the_message_of_the_rank_that_failed(place: Path) -> None:
     recipe = write_recipe(place / "torchrun.yaml", place / "verifier", place / "chats.jsonl", strategy="single")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2].parent)}
-    line = [*launcher, "-m", "headstart", "train", str(recipe), "--run-folder", str(place / "torchrun")]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)
+    line = torchrun(recipe, place / "torchrun")
+    done = subprocess.run(line, env=with_package(), capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
     assert done.stderr.count("error: training.strategy: single is one process") == 1
     assert "UserError: training.strategy: single is one process, torchrun started 2" in done.stderr.strip().splitlines()[-3]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from .data.chat import Sample, prompt_ids, samples
 from .data.conversations import Conversation, spread
+from .data.packing import batch_plan
 from .data.skips import Skips
 from .errors import UserError
 from .evaluation.evaluate import Evaluator, Prompt
@@ -32,6 +33,14 @@ def build_judge(recipe: Recipe, verifier: Verifier | None = None) -> Verifier:
 def build_settings(recipe: Recipe) -> Settings:
     fields = Settings.__dataclass_fields__
     return Settings(**{name: getattr(recipe.training, name) for name in fields})
+
+
+def build_plan(recipe: Recipe, rows: Sequence[Sample]) -> list[list[int]]:
+    """The batches of the whole training, an entry a step."""
+    section, lengths = recipe.training, [len(sample.ids) for sample in rows]
+    return batch_plan(
+        lengths, section.batch_tokens, section.seed, section.steps, section.epochs, recipe.data.packing, section.group_lengths
+    )
 
 
 def build_tree(section: ChainSection | StaticSection | DynamicSection) -> AnyTree:

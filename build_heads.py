@@ -7,7 +7,7 @@ import torch
 
 from .build_start import read_start
 from .data.chat import Sample
-from .data.features import FeatureSource
+from .data.features import FeatureSource, OriginalFeatures
 from .data.vocabulary import choose_vocabulary, template_tokens
 from .errors import UserError
 from .heads.adapters import new_adapter
@@ -21,6 +21,7 @@ from .heads.mtp import MtpConfig, MtpHead, new_mtp
 from .heads.own_mtp import fill, has_bias, read_own_modules
 from .heads.verifier import Verifier
 from .progress import say
+from .training.compiling import compile_layers
 from .training.recipe import Recipe
 from .training.sections.head import Eagle1Section, Eagle3Section, HeadSection, MedusaSection, MtpSection
 
@@ -58,6 +59,17 @@ def adapt(recipe: Recipe, verifier: Verifier, head: DraftHead) -> DraftHead:
     weight = section.weight or (0.01 if section.own == "kl" else 0.2)
     ramp = section.ramp or ("sine" if section.own == "kl" else "constant")
     return AdaptedMedusa(head, verifier.adapter, Together(section.heads_only, section.own, weight, ramp, section.rate))
+
+
+def ready(recipe: Recipe, verifier: Verifier, head: DraftHead, source: FeatureSource) -> tuple[DraftHead, FeatureSource]:
+    """A head as the recipe trains it, and the features it learns from."""
+    head = adapt(recipe, verifier, head)
+    head.recompute = recipe.training.gradient_checkpointing
+    if recipe.training.compile:
+        compile_layers(head)
+    if isinstance(head, AdaptedMedusa):  # held against the verifier as it was
+        source = OriginalFeatures(source, head.adapter)
+    return head, source
 
 
 CONFIGS: dict[str, type[HeadConfig]] = {

@@ -1,7 +1,6 @@
 """The model card: what a published head is, measured and made of, from the files of its run."""
 
 import hashlib
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from scipy import stats
 
 from . import __version__
 from .errors import UserError
-from .evaluation.run_folder import Result, Run
+from .evaluation.run_folder import Result, Run, read_provenance
 from .export.layout import Export, is_local
 
 KINDS = {"medusa": "Medusa", "eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "mtp": "Multi-token prediction"}
@@ -68,16 +67,16 @@ def tau_margin(histogram: list[int]) -> float:
 
 def hashes(run: Run) -> dict[str, str]:
     """What the head came from. Weights of the verifier, samples and recipe by their hashes."""
-    path = run.folder / "provenance.json"
-    if not path.is_file():
-        raise UserError(f"{path} is missing; `headstart train` writes it (a finished run is not trained again)")
-    made = json.loads(path.read_text(encoding="utf-8"))
-    data = made["data"]
+    made = read_provenance(run.folder)
+    if made is None:
+        raise UserError(f"{run.folder / 'provenance.json'} is missing; `headstart train` writes it (a finished run is not "
+                        "trained again)")  # fmt: skip
+    data = made.data
     return {
-        "verifier's weights": made["verifier"]["fingerprint"],
-        "chat template, SHA-256": made["template"],
-        "data": f"{data['samples']:,} samples, {data['tokens']:,} tokens, {data['supervised']:,} supervised",
-        "data, SHA-256": data["sha256"],
+        "verifier's weights": made.verifier.fingerprint,
+        "chat template, SHA-256": made.template,
+        "data": f"{data.samples:,} samples, {data.tokens:,} tokens, {data.supervised:,} supervised",
+        "data, SHA-256": data.sha256,
         "recipe, SHA-256": hashlib.sha256(run.recipe.encode()).hexdigest(),
     }
 

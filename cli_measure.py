@@ -92,10 +92,12 @@ def tree(
     Counts how often each of its choices is right on prompts of the training files, and takes the nodes worth most.
     """
     check_run(run)
-    from .heads.files import write_text
+    from .heads.files import check_writable, write_text
     from .tables import ranks_table
     from .tuning import search_tree
 
+    if output is not None:
+        check_writable(output.parent)
     with redirect_stdout(sys.stderr):
         found, ranks = search_tree(run, nodes, depth, prompts)
     result = found.tree.describe() | {"predicted_tau": found.tau}

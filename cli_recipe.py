@@ -40,6 +40,7 @@ def copy(
     target: Annotated[Path | None, typer.Argument(help="A file or a folder; default: this folder.")] = None,
 ) -> None:
     """Copy a recipe to start your own from. Never overwrites."""
+    from .heads.files import writing
     from .training.recipe import find_recipe
 
     source = find_recipe(name)
@@ -48,10 +49,8 @@ def copy(
         target = target / source.name
     if target.exists():
         raise UserError(f"{target}: already there; give another name: headstart recipe copy {name} OTHER.yaml")
-    try:
+    with writing(target):
         shutil.copyfile(source, target)
-    except OSError as error:
-        raise UserError(f"{target}: cannot be written: {error.strerror}") from None
     print(f"{target}: written; train it with: headstart train {target}")
 
 

@@ -10,21 +10,23 @@ from typing import Any
 from .build import build_evaluator, build_judge, build_prompts, build_samplings, build_texts, build_tree, build_verifier
 from .build_data import held_out
 from .build_drafters import build_drafters
+from .errors import UserError
 from .evaluation.analysis import analyse as analyse_run
 from .evaluation.analysis_file import Analysis
 from .evaluation.diagnosis import Diagnosis
 from .evaluation.doctor import examine
-from .evaluation.evaluate import Evaluator
+from .evaluation.evaluate import Evaluator, Prompt
 from .evaluation.lossless import Gate, own_proof, proof
 from .evaluation.parity import write_texts
 from .evaluation.quality import quality
-from .evaluation.run_folder import read_run
+from .evaluation.run_folder import logged_accuracy, read_provenance, read_run
 from .evaluation.top_k import top_k
 from .heads.base import DraftHead, check_fits
 from .heads.files import write_text
 from .heads.hub import load_head
+from .heads.verifier import Verifier
 from .progress import progress_bar
-from .runs import learns_adapter, open_run, read_provenance, run_recipe
+from .runs import learns_adapter, open_run, run_recipe
 from .training.recipe import Recipe
 from .workshop import Workshop
 
@@ -86,7 +88,7 @@ def lossless(run_folder: Path | None, tokens: int, seed: int = 0) -> Iterator[Ga
 def doctor(run_folder: Path, prompts: int, tokens: int) -> Diagnosis:
     """Compare training and decoding of the run's head on the verifier's answers to held-out prompts."""
     recipe, head, verifier = open_run(run_folder)
-    asked = build_prompts(verifier, held_out(recipe), prompts)
+    asked = prompts_to_answer(recipe, verifier, prompts, tokens)
     ids, names = [prompt.ids for prompt in asked], [prompt.id for prompt in asked]
     diagnosis = examine(head, verifier, ids, names, tokens, read_provenance(run_folder))
     return replace(diagnosis, accuracy=diagnosis.accuracy | {"logged": logged_accuracy(run_folder)})
@@ -96,7 +98,7 @@ def analyse(run_folder: Path, prompts: int, tokens: int, cost: float | None) -> 
     """Write analysis.json: what the run's files say, and top-k accuracy on the verifier's answers to held-out prompts."""
     run = read_run(run_folder)
     recipe, head, verifier = open_run(run_folder)
-    asked = [prompt.ids for prompt in build_prompts(verifier, held_out(recipe), prompts)]
+    asked = [prompt.ids for prompt in prompts_to_answer(recipe, verifier, prompts, tokens)]
     deepest = max(tree.depth for tree in recipe.evaluation.trees)
     depths = deepest if head.depth is None else head.depth
     analysis = analyse_run(run, top_k(head, verifier, write_texts(head, verifier, asked, tokens), depths), cost)
@@ -104,12 +106,14 @@ def analyse(run_folder: Path, prompts: int, tokens: int, cost: float | None) -> 
     return analysis
 
 
-def logged_accuracy(run_folder: Path) -> list[float]:
-    """By depth, as training logged it last; empty where it did not."""
-    path = run_folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    found = [line["accuracy_by_depth"] for line in map(json.loads, lines) if "accuracy_by_depth" in line]
-    return list(found[-1]) if found else []
+def prompts_to_answer(recipe: Recipe, verifier: Verifier, count: int, tokens: int) -> list[Prompt]:
+    """Held-out prompts whose answers of `tokens` tokens the verifier can still read."""
+    asked, limit = build_prompts(verifier, held_out(recipe), count), verifier.facts.max_position_embeddings
+    for prompt in asked:
+        if len(prompt.ids) + tokens > limit:
+            raise UserError(f"--tokens {tokens}: prompt {prompt.id} has {len(prompt.ids)} tokens, and the verifier's limit is "
+                            f"{limit} in all")  # fmt: skip
+    return asked
 
 
 def in_float32(recipe: Recipe) -> Recipe:

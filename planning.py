@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from .build import build_settings, build_verifier
+from .build import build_plan, build_settings, build_verifier
 from .build_data import Conversations, build_conversations, build_samples
-from .build_heads import CONFIGS, build_head, eagle3_layers, head_fields, vocabulary_size
+from .build_heads import CONFIGS, build_head, eagle3_layers, head_fields, ready, vocabulary_size
 from .build_strategy import deepspeed_config
 from .data.chat import prompt_ids, samples
 from .data.conversations import spread
-from .data.packing import batch_plan
 from .data.skips import Skips
 from .errors import UserError
 from .heads.base import DraftHead
@@ -26,6 +25,7 @@ from .heads.loading import load_skeleton, load_tokenizer, resolve_device
 from .heads.sizes import VerifierSizes, count, verifier_sizes
 from .training.estimate import HeadSizes, Strategy, Work, host_features, memory
 from .training.recipe import Recipe
+from .training.sections.features import StoredSection
 from .training.sections.head import Eagle3Section, MedusaSection
 from .training.sections.training import TrainingSection
 from .training.trainer import fit
@@ -195,10 +195,13 @@ def probed(recipe: Recipe, ranks: int, conversations: Conversations | None) -> t
         return None, "the data is not here"
     section = recipe.training
     alone = section.model_copy(
-        update={"strategy": "single", "batch_tokens": max(1, section.batch_tokens // ranks), "log_every": 1,
-                "save_every": None, "evaluate_every": None}
+        update={"strategy": "single", "steps": PROBE_STEPS, "epochs": None, "log_every": 1, "save_every": None,
+                "evaluate_every": None, "batch_tokens": max(1, section.batch_tokens // ranks)}
     )  # fmt: skip
-    recipe = recipe.model_copy(update={"training": alone})
+    data = recipe.data
+    if isinstance(data.features, StoredSection):  # the store is for all samples; memory is about as fast to read
+        data = data.model_copy(update={"features": "memory"})
+    recipe = recipe.model_copy(update={"training": alone, "data": data})
     few = replace(conversations, train=spread(conversations.train, PROBE_ROWS))
     try:
         verifier = build_verifier(recipe)
@@ -206,7 +209,8 @@ def probed(recipe: Recipe, ranks: int, conversations: Conversations | None) -> t
     except UserError as error:
         return None, str(error)
     head = build_head(recipe, verifier, rows, features)
-    plan = batch_plan([len(s.ids) for s in rows], alone.batch_tokens, alone.seed, PROBE_STEPS, None)
+    head, features = ready(recipe, verifier, head, features)
+    plan = build_plan(recipe, rows)
     with TemporaryDirectory() as folder:
         fit(head, verifier, features, plan, build_settings(recipe), Path(folder), lambda head: {"tau": 0.0})
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from .errors import UserError
+from .errors import UserError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ def joined() -> Iterator[None]:
         distributed.init_process_group(backend, store=store, rank=rank(), world_size=world())
     except (distributed.DistError, ValueError) as error:
         place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        raise UserError(f"the processes cannot meet at {place}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"the processes cannot meet at {place}: {first_line(error)}") from error
     _control = distributed.new_group(backend="gloo", timeout=PATIENCE)
     try:
         yield

@@ -8,7 +8,7 @@ from typing import Any
 from .build import build_judge
 from .errors import UserError
 from .heads.base import DraftHead, check_fits
-from .heads.files import write_text
+from .heads.files import check_writable, write_text
 from .heads.hub import load_head
 from .heads.medusa2 import ADAPTER
 from .heads.verifier import Verifier
@@ -56,15 +56,6 @@ def write_provenance(run_folder: Path, provenance: dict[str, Any]) -> None:
         write_text(run_folder / PROVENANCE, json.dumps(provenance, indent=1) + "\n")
 
 
-def read_provenance(run_folder: Path) -> dict[str, Any] | None:
-    """None where the head was not trained here."""
-    path = run_folder / PROVENANCE
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-
-
 def claim(run_folder: Path, recipe: Recipe) -> None:
     """Write recipe.yaml; where there is one, it must be this recipe but for FREE fields."""
     check_claim(run_folder, recipe)
@@ -74,7 +65,8 @@ def claim(run_folder: Path, recipe: Recipe) -> None:
 
 
 def check_claim(run_folder: Path, recipe: Recipe) -> None:
-    """Refuse a folder that holds another recipe's run, or something else."""
+    """Refuse a folder that holds another recipe's run, or something else, or cannot be written."""
+    check_writable(run_folder)
     path = run_folder / "recipe.yaml"
     if path.exists():
         if differing := differences(load_recipe(path).model_dump(), recipe.model_dump()):

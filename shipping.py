@@ -61,10 +61,7 @@ def import_head(
         save_head(head, target / START)
         save_head(head, target / "head")
 
-    try:
-        replace_folder(run_folder, write)
-    except OSError as error:
-        raise UserError(f"{run_folder}: cannot be written: {error.strerror or error}") from None
+    replace_folder(run_folder, write)
     say(f"{run_folder}: {head.kind} head for {verifier_name}; headstart eval {run_folder} measures it")
     return head
 

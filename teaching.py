@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from .build import build_evaluator, build_settings, build_tree
-from .build_heads import adapt, build_head
+from .build import build_evaluator, build_plan, build_settings, build_tree
+from .build_heads import build_head, ready
 from .build_start import start_from
 from .build_strategy import build_strategy, check_processes
-from .data.features import OriginalFeatures
-from .data.packing import batch_plan
 from .data.stored import StoredFeatures
 from .errors import UserError
 from .evaluation.look import look
@@ -19,7 +17,6 @@ from .progress import say
 from .provenance import provenance
 from .ranks import is_first
 from .runs import START, check_claim, claim, write_provenance
-from .training.compiling import compile_layers
 from .training.recipe import Recipe
 from .training.trainer import fit
 from .training.wandb_log import wandb_report
@@ -38,16 +35,11 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     if is_first():
         check_claim(run_folder, recipe)
     workshop = workshop or open_workshop(recipe)
-    head = new_head(recipe, run_folder, workshop)
-    features, evaluator = workshop.features, workshop.evaluator
-    if isinstance(head, AdaptedMedusa):  # held against the verifier as it was, judged with the adapter where it learns
-        features = OriginalFeatures(features, head.adapter)
+    head, features = ready(recipe, workshop.verifier, new_head(recipe, run_folder, workshop), workshop.features)
+    evaluator = workshop.evaluator
+    if isinstance(head, AdaptedMedusa):  # judged with the adapter where it learns
         evaluator = build_evaluator(recipe, workshop.verifier, workshop.holdout)
-    section = recipe.training
-    lengths = [len(s.ids) for s in workshop.samples]
-    plan = batch_plan(
-        lengths, section.batch_tokens, section.seed, section.steps, section.epochs, recipe.data.packing, section.group_lengths
-    )
+    section, plan = recipe.training, build_plan(recipe, workshop.samples)
     if is_first():
         begin(recipe, run_folder, head, workshop)  # only now: bad input leaves no folder behind
     tree = build_tree(recipe.evaluation.trees[0])  # the cheapest look that still decodes for real
@@ -81,10 +73,6 @@ def new_head(recipe: Recipe, run_folder: Path, workshop: Workshop) -> DraftHead:
     if isinstance(workshop.features, StoredFeatures):
         assert head.needs or workshop.features.layout.everywhere, "the store is of a head that reads less of the last state"
     check_trees(recipe, head)
-    head = adapt(recipe, verifier, head)
-    head.recompute = recipe.training.gradient_checkpointing
-    if recipe.training.compile:
-        compile_layers(head)
     return head
 
 

@@ -7,6 +7,7 @@ from .build import build_evaluator, build_judge
 from .build_data import Conversations, build_conversations, build_samples, check_author, held_out
 from .build_features import fill_features
 from .build_heads import needed_layers
+from .build_start import read_start
 from .build_strategy import build_training_verifier
 from .data.chat import Sample
 from .data.conversations import Conversation
@@ -36,7 +37,9 @@ def open_workshop(recipe: Recipe) -> Workshop:
     """Load the verifier, read the conversations, have them answered."""
     with in_turn():
         conversations = build_conversations(recipe)  # files first: they are the likelier mistake and cost nothing
+        holdout = held_out(recipe) if recipe.evaluation.prompt_files else conversations.holdout
     verifier = build_training_verifier(recipe)
+    read_start(recipe.head, verifier)  # a head that cannot go on shows before the verifier has answered for hours
     with leading(verifier) as leads:  # what the first process has the verifier answer, the others find stored
         if leads:
             samples, features = build_samples(recipe, verifier, conversations)
@@ -54,6 +57,5 @@ def open_workshop(recipe: Recipe) -> Workshop:
         if found.warning:
             say(f"warning: {found.warning}")
     judge = build_judge(recipe, verifier) if is_first() else verifier  # only the first process judges
-    holdout = held_out(recipe) if recipe.evaluation.prompt_files else conversations.holdout
     evaluator = build_evaluator(recipe, judge, holdout)
     return Workshop(verifier, evaluator, conversations, holdout, samples, features, needed_layers(recipe, verifier))

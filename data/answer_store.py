@@ -8,12 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..heads.files import writing
+
 
 class LineStore:
     """A file of JSON lines {"prompt": key, "answer": value}, appended and synced at once; many threads may write."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.lock = threading.Lock()
         self.answers: dict[str, Any] = {}
@@ -26,7 +29,7 @@ class LineStore:
             os.truncate(path, sum(len(line) + 1 for line in complete))
 
     def put(self, rows: Mapping[str, Any]) -> None:
-        with self.lock, self.path.open("a", encoding="utf-8") as file:
+        with self.lock, writing(self.path), self.path.open("a", encoding="utf-8") as file:
             self.answers |= rows
             file.writelines(json.dumps({"prompt": key, "answer": answer}) + "\n" for key, answer in rows.items())
             file.flush()

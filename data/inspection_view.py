@@ -10,7 +10,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import UserError
 from ..heads.files import write_text
 from .inspection import Example, Inspection
 
@@ -73,7 +72,4 @@ def write_page(inspection: Inspection, path: Path) -> None:
         examples=[(caption(one), one.runs) for one in inspection.examples],
         warning=inspection.agreement and inspection.agreement.warning,
     )
-    try:
-        write_text(path, page)
-    except OSError as error:
-        raise UserError(f"{path}: cannot write the page: {error.strerror or error}") from None
+    write_text(path, page)

@@ -16,10 +16,7 @@ def claim_folder(folder: Path, key: dict[str, Any], about: dict[str, Any]) -> No
     """Write the manifest of a new folder, or refuse one whose key differs. about: more for people, compared with nothing."""
     check_folder(folder, key)
     if not (folder / NAME).exists():
-        try:
-            write_text(folder / NAME, json.dumps({"key": key, "about": about}, indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"data.features.stored: {folder} cannot be written: {error.strerror}") from None
+        write_text(folder / NAME, json.dumps({"key": key, "about": about}, indent=1) + "\n")
 
 
 def check_folder(folder: Path, key: dict[str, Any]) -> None:

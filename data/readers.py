@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from .skips import BadRow
 
 Rows = Iterator[tuple[int, Any]]
@@ -199,7 +199,7 @@ def _parquet(path: Path) -> Rows:
             for number, row in enumerate(rows, start=1):
                 yield number, {key: without_nulls(value) for key, value in row.items()}
     except pyarrow.ArrowException as error:
-        raise UserError(f"{path}: not a readable Parquet file: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path}: not a readable Parquet file: {first_line(error)}") from None
 
 
 def without_nulls(value: Any) -> Any:

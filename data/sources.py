@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from .readers import Rows, check_path, read_rows, without_nulls
 from .skips import BadRow
 
@@ -82,7 +82,7 @@ def _load(label: str, name: str, subset: str | None, split: str, revision: str |
             return table[split] if isinstance(table, datasets.DatasetDict) else table
         return datasets.load_dataset(path, subset, split=split, revision=revision, streaming=streaming)
     except Exception as error:  # no hub, no such id, subset or split, files that do not go together: it has no class for all
-        raise UserError(f"{label}: cannot be loaded: {_first_line(error)}") from error
+        raise UserError(f"{label}: cannot be loaded: {_cause(error)}") from error
 
 
 def _rows(label: str, table: Any) -> Iterator[tuple[int, Any]]:
@@ -90,9 +90,9 @@ def _rows(label: str, table: Any) -> Iterator[tuple[int, Any]]:
         for number, row in enumerate(table, start=1):
             yield number, {key: without_nulls(value) for key, value in row.items()}
     except (OSError, ValueError, TypeError) as error:  # a stream may break, or hold files that do not go together
-        raise UserError(f"{label}: cannot be read further: {_first_line(error)}") from error
+        raise UserError(f"{label}: cannot be read further: {_cause(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    cause = error.__cause__ or error  # "An error occurred while generating the dataset" alone helps nobody
-    return str(cause).strip().split("\n")[0] or type(cause).__name__
+def _cause(error: Exception) -> str:
+    """ "An error occurred while generating the dataset" alone helps nobody."""
+    return first_line(error.__cause__ or error)

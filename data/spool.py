@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar, overload
 
+from ..heads.files import writing
+
 T = TypeVar("T")
 
 
@@ -16,13 +18,16 @@ class Spool(Sequence[T], Generic[T]):
     """The items of an iterable, in a nameless temporary file in `folder`; eight bytes each in memory."""
 
     def __init__(self, items: Iterable[T], folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (as long as the spool lives)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (as long as the spool lives)
         weakref.finalize(self, self.file.close)
         self.edges = array("q", [0])
         for item in items:
-            self.edges.append(self.edges[-1] + self.file.write(pickle.dumps(item, pickle.HIGHEST_PROTOCOL)))
-        self.file.flush()
+            with writing(folder):
+                self.edges.append(self.edges[-1] + self.file.write(pickle.dumps(item, pickle.HIGHEST_PROTOCOL)))
+        with writing(folder):
+            self.file.flush()
 
     def __len__(self) -> int:
         return len(self.edges) - 1

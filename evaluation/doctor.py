@@ -16,6 +16,7 @@ from . import causes
 from .diagnosis import Check, Diagnosis
 from .parity import Comparison, Texts, apart, compare, write_texts
 from .record import by_record
+from .run_folder import Provenance
 from .supervision import of_loss, of_mask
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # share of the largest value by which equal things may differ
@@ -26,7 +27,7 @@ NOT_COUNTED: dict[str, list[int]] = {"labels": [], "correct": []}
 
 def examine(
     head: DraftHead, verifier: Verifier, prompts: Sequence[Sequence[int]], names: Sequence[str], tokens: int,
-    record: dict[str, Any] | None,
+    record: Provenance | None,
 ) -> Diagnosis:  # fmt: skip
     """Let the verifier answer the prompts (`names` are their ids) and compare training and decoding on what it wrote.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..heads.base import DraftHead
 from ..heads.verifier import Verifier
 from .diagnosis import Check
+from .run_folder import MadeWith, Provenance
 
 LEARNING = ("decay", "depth", "loss", "targets", "cross_entropy", "top_tokens", "noise", "noise_by_length", "weight")
 CAUSES = {
@@ -35,33 +36,33 @@ def made_with(head: DraftHead, layers: Sequence[int]) -> dict[str, Any]:
     return {"layers": list(layers), "vocabulary": vocabulary_digest(head), "config": config}
 
 
-def by_record(head: DraftHead, verifier: Verifier, record: dict[str, Any] | None) -> Iterator[Check]:
+def by_record(head: DraftHead, verifier: Verifier, record: Provenance | None) -> Iterator[Check]:
     """What the head folder and the verifier say today against what training was done with, and the vocabulary by itself.
 
     record: the run's provenance, None where there is none.
     """
-    trained = None if record is None else record.get("head")
+    trained = None if record is None else record.head
     unknown = "provenance.json does not say: the head was not trained here, or before this was recorded"
     if record is None:
         yield Check("template", None, unknown)
     else:
-        same = record["template"] == template_digest(verifier)
+        same = record.template == template_digest(verifier)
         note = "the chat template of training" if same else "the verifier's chat template is not the one of training"
         yield Check("template", same, note, None if same else "template")
     yield Check("configuration", None, unknown) if trained is None else of_configuration(head, trained)
     ids = head.target_ids
     fault = vocabulary_fault(ids, head.config.vocab_size)
-    if fault is None and trained is not None and trained["vocabulary"] != vocabulary_digest(head):
+    if fault is None and trained is not None and trained.vocabulary != vocabulary_digest(head):
         fault = "its tokens are not those of training"
     note = f"{len(ids)} of {head.config.vocab_size} tokens"
     yield Check("vocabulary", not fault, fault or note, "vocabulary map" if fault else None)
 
 
-def of_configuration(head: DraftHead, trained: dict[str, Any]) -> Check:
-    now, then = head.config.model_dump(mode="json"), trained["config"]
+def of_configuration(head: DraftHead, trained: MadeWith) -> Check:
+    now, then = head.config.model_dump(mode="json"), trained.config
     differing = [name for name in now if name not in LEARNING and now[name] != then.get(name, now[name])]
-    if list(head.needs) != trained["layers"]:
-        return Check("configuration", False, f"the head reads states {list(head.needs)}, training read {trained['layers']}",
+    if list(head.needs) != trained.layers:
+        return Check("configuration", False, f"the head reads states {list(head.needs)}, training read {trained.layers}",
                      "layer ids")  # fmt: skip
     if differing:
         name = differing[0]

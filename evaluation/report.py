@@ -3,7 +3,6 @@
 It reads files alone (no model, no torch) and draws the same page from the same files.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from markupsafe import Markup
 
 from .. import __version__
 from ..errors import UserError
-from ..heads.files import write_text
+from ..heads.files import write_bytes, write_text
 from . import analysis_plots, plots
 from .plots import Series
 from .run_folder import Result, Run, Slice, read_run
@@ -46,20 +45,10 @@ def write_report(run_folders: Sequence[Path], output: Path) -> Path:
     page = environment().get_template("report.html.j2").render(
         runs=runs, pictures=pictures, differing=differing, version=__version__
     )  # fmt: skip
-    try:
-        for picture in pictures:
-            write_bytes(output.parent / "plots" / f"{picture.name}.png", picture.png)
-        write_text(output, page)
-    except OSError as error:
-        raise UserError(f"{output}: cannot write the report: {error.strerror or error}") from None
+    for picture in pictures:
+        write_bytes(output.parent / "plots" / f"{picture.name}.png", picture.png)
+    write_text(output, page)
     return output
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
 
 
 def label(runs: list[Run]) -> list[Run]:

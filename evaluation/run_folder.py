@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -16,7 +16,7 @@ WRITERS = {
     "metrics.jsonl": "`headstart train` writes it",
     "evaluation.json": "`headstart eval` writes it",
 }
-REMEDIES = WRITERS | {"analysis.json": "`headstart analyse` writes it"}
+REMEDIES = WRITERS | {"analysis.json": "`headstart analyse` writes it", "provenance.json": "`headstart train` writes it"}
 
 
 class Model(BaseModel):
@@ -38,10 +38,42 @@ class Step(Model):
     step: int
     loss: float | None = None
     loss_by_depth: list[float] = []
+    accuracy_by_depth: list[float] | None = None
     supervised_tokens: int = 0
     seconds: float = 0.0
     time_shares: dict[str, float] = {}
     held_out: HeldOut | None = None
+
+
+class Origin(Model):
+    """A verifier, by the hash of its weights."""
+
+    name: str
+    fingerprint: str
+
+
+class Data(Model):
+    samples: int
+    tokens: int
+    supervised: int
+    sha256: str
+
+
+class MadeWith(Model):
+    """What decoding must find again; absent where the run is older than this."""
+
+    layers: list[int]
+    vocabulary: str
+    config: dict[str, Any]
+
+
+class Provenance(Model):
+    """What a head was made of and trained on: provenance.json."""
+
+    verifier: Origin
+    template: str
+    data: Data
+    head: MadeWith | None = None
 
 
 class Tree(Model):
@@ -219,15 +251,31 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run folder")
     recipe, metrics, evaluation = (read_text(folder / name) for name in WRITERS)
-    lines = list(enumerate(metrics.splitlines(), 1))
     analysis = folder / "analysis.json"
     return Run(
         folder,
         recipe,
-        [parse(Step, line, f"{folder / 'metrics.jsonl'}:{number}") for number, line in lines if line.strip()],
+        parse_steps(metrics, folder / "metrics.jsonl"),
         parse(Evaluation, evaluation, str(folder / "evaluation.json")),
         parse(Analysis, read_text(analysis), str(analysis)) if analysis.exists() else None,
     )
+
+
+def read_provenance(folder: Path) -> Provenance | None:
+    """None where the head was not trained here."""
+    path = folder / "provenance.json"
+    return parse(Provenance, read_text(path), str(path)) if path.exists() else None
+
+
+def logged_accuracy(folder: Path) -> list[float]:
+    """By depth, as training logged it last; empty where it did not."""
+    path = folder / "metrics.jsonl"
+    steps = parse_steps(read_text(path), path) if path.exists() else []
+    return next((line.accuracy_by_depth for line in reversed(steps) if line.accuracy_by_depth is not None), [])
+
+
+def parse_steps(text: str, path: Path) -> list[Step]:
+    return [parse(Step, line, f"{path}:{number}") for number, line in enumerate(text.splitlines(), 1) if line.strip()]
 
 
 def read_text(path: Path) -> str:

@@ -6,7 +6,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 
 STATUS = {
     401: "the hub does not know your token; set HF_TOKEN or run `hf auth login`",
@@ -20,7 +20,7 @@ def check_repo(repo: str) -> None:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise UserError(f"--repo {repo}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"--repo {repo}: {first_line(error)}") from None
     if "/" not in repo:
         raise UserError(f"--repo {repo}: give OWNER/NAME")
 
@@ -45,7 +45,7 @@ def upload(folder: Path, repo: str, message: str, public: bool = False) -> str:
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else 0
         said = STATUS.get(status) or (
-            f"the hub answered {status}: {error.server_message or str(error).splitlines()[0]}; run it again to go on"
+            f"the hub answered {status}: {error.server_message or first_line(error)}; run it again to go on"
         )
         raise UserError(f"{repo}: {said}") from None
     except (HTTPError, OSError) as error:
@@ -53,6 +53,6 @@ def upload(folder: Path, repo: str, message: str, public: bool = False) -> str:
             f"{repo}: {constants.ENDPOINT} cannot be reached ({type(error).__name__}); run it again to go on"
         ) from None
     except RuntimeError as error:  # a file that did not arrive
-        cause = str(error.__cause__ or "no cause is known").splitlines()[0]
-        raise UserError(f"{repo}: {str(error).splitlines()[0]} {cause}; run it again to go on") from None
+        cause = first_line(error.__cause__) if error.__cause__ else "no cause is known"
+        raise UserError(f"{repo}: {first_line(error)} {cause}; run it again to go on") from None
     return address

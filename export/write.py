@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from ..errors import UserError
-from ..heads.files import replace_folder
+from ..heads.files import replace_folder, writing
 from . import eagle, medusa, sglang, speculators, tensorrt_llm, vllm
 from .layout import PLACEHOLDER, Export, Order, adapted, refusal
 
@@ -39,18 +39,13 @@ def write_export(order: Order, engine: str, folder: Path) -> Export:
         (target / "config.json").write_text(json.dumps(export.config, indent=2) + "\n", encoding="utf-8")
         (target / "SERVING.md").write_text(serving(export, order), encoding="utf-8")
 
-    try:
-        replace_folder(folder, write)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    replace_folder(folder, write)
     return export
 
 
 def check_room(folder: Path) -> None:
-    try:
+    with writing(folder):
         strangers = sorted(path.name for path in folder.iterdir() if path.name not in OWN_FILES) if folder.exists() else []
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
     if strangers:
         raise UserError(f"{folder} holds something else ({strangers[0]}); choose another folder")
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 
 ALL_PROJECTIONS = "all-linear"  # peft's name for every linear layer but the lm_head: those of attention and MLP
 
@@ -88,7 +88,7 @@ def new_adapter(
         with peft_warnings():
             handle = peft.PeftModelForCausalLM(model, config)
     except ValueError as error:
-        raise UserError(f"adapter of verifier {verifier}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"adapter of verifier {verifier}: {first_line(error)}") from None
     handle.eval()
     adapter = Adapter(handle, "new")
     check_spares_tables(model, "new")

@@ -6,7 +6,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from . import eagle1, eagle3, medusa, mtp  # noqa: F401  (they register their kinds)
 from .base import DraftHead, build_head
 from .files import replace_folder
@@ -32,6 +32,8 @@ def load_head(folder: Path) -> DraftHead:
             raise UserError(f"{folder}: not a draft head: {name} is missing")
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise UserError("config.json must be a JSON object")
         head = build_head(config)
         tensors = load_file(folder / "model.safetensors")
     except UserError as error:
@@ -41,7 +43,7 @@ def load_head(folder: Path) -> DraftHead:
         field = ".".join(map(str, fault["loc"]))
         raise UserError(f"{folder}/config.json: {field}: {fault['msg']}") from None
     except Exception as error:
-        raise UserError(f"{folder}: not a readable draft head: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{folder}: not a readable draft head: {first_line(error)}") from error
     own = head.state_dict()
     for name in sorted(own.keys() | tensors.keys()):
         if name not in own or name not in tensors:
@@ -49,5 +51,7 @@ def load_head(folder: Path) -> DraftHead:
         if own[name].shape != tensors[name].shape:
             raise UserError(f"{folder}/model.safetensors: tensor {name} is {list(tensors[name].shape)}, the config says "
                             f"{list(own[name].shape)}")  # fmt: skip
+        if not bool(tensors[name].isfinite().all()):
+            raise UserError(f"{folder}/model.safetensors: tensor {name} holds NaN or infinity: a broken training, or file")
     head.load_state_dict(tensors)
     return head.eval()

@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from .builtin import builtin_folder, builtin_tokenizer
 
 transformers_logging.disable_progress_bar()
@@ -100,6 +100,10 @@ def resolve_device(device: str) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device {device}: no CUDA device is visible; use device: cpu or auto")
+    if device.startswith("cuda:") and int(device.removeprefix("cuda:")) >= (count := torch.cuda.device_count()):
+        raise UserError(f"device {device}: the last CUDA device here is cuda:{count - 1}")
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise UserError("device mps: this machine has none; use device: cpu or auto")
     return torch.device(device)
 
 
@@ -115,10 +119,6 @@ def multiplies_in_bfloat16(device: torch.device) -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     known = torch.cpu.get_capabilities()
     return device.type == "cpu" and any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
 
 
 def check_complete(model: PreTrainedModel, info: dict[str, Any], spec: str) -> None:

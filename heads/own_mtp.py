@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
-from ..errors import UserError
-from .loading import first_line, resolve
+from ..errors import UserError, first_line
+from .loading import resolve
 from .mtp import MtpHead
 from .verifier import Verifier
 

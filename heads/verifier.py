@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from .adapters import Adapter, load_adapter
 from .cache import RaggedCache, additive, visible, within_documents
 from .facts import attention_windows, check_attends, find_layers, read_facts
-from .loading import first_line, load_model, load_tokenizer
+from .loading import load_model, load_tokenizer
 from .packed import pack_linears
 
 

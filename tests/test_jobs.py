@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from headstart.data.packing import batch_plan
 from headstart.errors import UserError
 from headstart.evaluation import lossless, verify
 from headstart.heads.hub import load_head
@@ -23,6 +24,7 @@ from headstart.judging import lossless as lossless_job
 from headstart.runs import claim, differences
 from headstart.training.checkpoint import Checkpoints
 from headstart.training.recipe import load_recipe
+from headstart.training.trainer import fit
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -237,7 +239,19 @@ def test_the_doctor_names_what_was_changed_after_training(
     record.unlink()
     finds(None)
     record.write_text("{", encoding="utf-8")
-    assert refused("doctor", folder).startswith(f"{record}: cannot be read: ")
+    assert refused("doctor", folder).startswith(f"{record}:1: not JSON: ")
+    for odd, told in (("[1]", "must be a JSON object"), ('{"verifier": 3}', "verifier: "), ('{"head": 2}', "verifier: Field")):
+        record.write_text(odd, encoding="utf-8")
+        assert refused("doctor", folder).startswith(f"{record}: {told}")
+    record.unlink()
+    metrics = folder / "metrics.jsonl"
+    for odd, told in (('{"step": 7, "lo', "not JSON: "), ("3", "must be a JSON object")):
+        metrics.write_text(odd, encoding="utf-8")
+        assert refused("doctor", folder).startswith(f"{metrics}:1: {told}")
+    metrics.unlink()
+    finds(None)
+    assert refused("doctor", folder, "--tokens", 100_000).startswith("--tokens 100000: prompt chat-0 has ")
+    assert refused("analyse", folder).startswith(f"{metrics}: no such file")
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -434,9 +448,48 @@ def too_long(write: Callable[..., Path], folder: Path) -> tuple[Path, str]:
     return write("medusa", evaluation__max_new_tokens=250), "evaluation: prompt chat-0 has "
 
 
+def no_prompts(write: Callable[..., Path], folder: Path) -> tuple[Path, str]:
+    """Found before the verifier has answered anything."""
+    gone = folder / "prompts.jsonl"
+    return write("medusa", evaluation__prompt_files=[str(gone)], verifier__model=str(folder / "gone")), f"{gone}: no such file"
+
+
+def no_start(write: Callable[..., Path], folder: Path) -> tuple[Path, str]:
+    return write("medusa", head__start=str(folder / "gone")), f"{folder / 'gone'}: no such folder"
+
+
 SPOILED = [
     missing_file, broken_line, too_short, too_short_to_keep, no_model, nothing_held_out, too_deep, too_wide, too_long,
+    no_prompts, no_start,
 ]  # fmt: skip
+
+
+def test_a_dry_run_takes_the_steps_of_training_and_leaves_no_store(
+    write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Packed rows, layers computed again and the adapter of Medusa-2, over ten steps."""
+    seen: list[Any] = []
+
+    def watched(head: Any, verifier: Any, source: Any, plan: Any, *rest: Any) -> Any:
+        seen.append((head, source, plan))
+        return fit(head, verifier, source, plan, *rest)
+
+    monkeypatch.setattr("headstart.planning.fit", watched)
+    recipe = write_recipe(
+        "medusa", head__adapter={"rank": 2}, data__features={"stored": str(tmp_path / "store")}, data__answers="keep",
+        data__packing=True, training__gradient_checkpointing=True,
+    )  # fmt: skip
+    ended = headstart("train", recipe, "--dry-run", "--json")
+    assert ended.code == 0, ended
+    assert json.loads(ended.out)["tokens_per_second"] > 0
+    ((head, source, plan),) = seen
+    assert type(head).__name__ == "AdaptedMedusa"
+    assert head.recompute
+    assert type(source).__name__ == "OriginalFeatures"
+    settings = load_recipe(recipe).training
+    lengths = [len(sample.ids) for sample in source.source.samples]
+    assert plan == batch_plan(lengths, settings.batch_tokens, settings.seed, 10, None, packing=True)
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
@@ -452,6 +505,16 @@ def test_a_refused_recipe_leaves_no_run_folder(spoil: Spoil, write_recipe: Calla
     recipe, _ = spoil(write_recipe, tmp_path)
     refused("train", recipe, "--run-folder", tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_that_cannot_be_is_told_before_anything_is_loaded(
+    write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:  # fmt: skip
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    recipe = write_recipe("medusa", verifier__model=str(tmp_path / "gone"))
+    for place in (tmp_path / "file", tmp_path / "file" / "run"):
+        assert refused("train", recipe, "--run-folder", place) == f"{place}: cannot be written: Not a directory"
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
 
 
 def test_eval_of_a_run_that_has_no_head_yet(write_recipe: Callable[..., Path], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..heads.files import writing
 from ..ranks import is_first
 
 Report = Callable[[int, dict[str, Any]], None]  # is told of each line too
@@ -16,7 +17,8 @@ class Metrics:
 
     def __init__(self, path: Path, resumed_step: int = 0, report: Report = lambda step, values: None) -> None:
         self.path, self.report = path, report
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or not is_first():
             return
         kept = b""
@@ -29,6 +31,6 @@ class Metrics:
     def log(self, step: int, **values: Any) -> None:
         if not is_first():
             return
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         self.report(step, values)

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
+from ..errors import first_line
 from ..progress import say
 from ..ranks import is_first
 from .tracking import Report
@@ -51,7 +52,7 @@ class _Guarded:
             self.held = action() or self.held
         except (Exception, SystemExit) as error:  # whatever it raises, the run matters more
             self.dead = True
-            reason = str(error).strip().split("\n")[0] or type(error).__name__
+            reason = first_line(error)
             say(f"wandb: {reason}; the run goes on without it, metrics.jsonl is complete")
 
 

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ...errors import UserError
+from ...errors import UserError, first_line
 
 WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
@@ -66,7 +66,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path.parent}: not a draft head: config.json is missing") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not readable JSON: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path}: not readable JSON: {first_line(error)}") from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: must hold a JSON object")
     return config
@@ -76,7 +76,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"{path}: not a whole safetensors file: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path}: not a whole safetensors file: {first_line(error)}") from None
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what a broken or hostile pickle raises is anybody's guess
-        raise UserError(f"{path}: not loadable as weights alone: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path}: not loadable as weights alone: {first_line(error)}") from None
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise UserError(f"{path}: holds something else than named tensors")
     return loaded

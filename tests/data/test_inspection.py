@@ -115,7 +115,7 @@ def test_the_page_is_complete_in_itself_and_trusts_no_text(tmp_path, make_tokeni
     for name, value in lines(inspection):
         assert f"<tr><td>{name}</td><td>{value}</td></tr>" in page
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file/page.html: cannot write the page: "):
+    with pytest.raises(UserError, match=r"file/page.html: cannot be written: "):
         write_page(inspection, tmp_path / "file" / "page.html")
 
 

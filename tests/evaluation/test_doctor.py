@@ -13,6 +13,7 @@ from headstart.evaluation import parity
 from headstart.evaluation.diagnosis import Check, Diagnosis
 from headstart.evaluation.doctor import examine
 from headstart.evaluation.record import made_with, template_digest
+from headstart.evaluation.run_folder import Provenance
 from headstart.heads import generate, medusa, mtp, recurrent
 from headstart.heads.base import DraftHead
 from headstart.heads.cache import Ancestry
@@ -57,7 +58,12 @@ def verifier(tiny: Callable[..., Verifier]) -> Verifier:
 
 
 def diagnose(head: DraftHead, verifier: Verifier, record: dict[str, Any] | None = None) -> Diagnosis:
-    return examine(head.eval(), verifier, PROMPTS, NAMES, TOKENS, record)
+    whole = {
+        "verifier": {"name": "tiny", "fingerprint": "0"},
+        "data": {"samples": 1, "tokens": 2, "supervised": 1, "sha256": "0"},
+    }
+    made = None if record is None else Provenance.model_validate(whole | record)
+    return examine(head.eval(), verifier, PROMPTS, NAMES, TOKENS, made)
 
 
 def recorded(head: DraftHead, verifier: Verifier) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def test_a_failing_write_leaves_the_old_head(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("headstart.heads.hub.save_file", no_space)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UserError, match=r"head: cannot be written: No space left on device$"):
         save_head(heads["medusa"], folder)
     assert load_head(folder).kind == "eagle3"
     assert [path.name for path in folder.parent.iterdir()] == ["head"]
@@ -113,7 +113,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated weights": (truncate, "not a readable draft head"),
     "empty weights": (lambda f: (f / "model.safetensors").write_bytes(b""), "not a readable draft head"),
     "no JSON": (lambda f: (f / "config.json").write_text("{ kind"), "not a readable draft head"),
-    "JSON of another shape": (lambda f: (f / "config.json").write_text("[1]"), "not a readable draft head"),
+    "JSON of another shape": (lambda f: (f / "config.json").write_text("[1]"), r"config\.json must be a JSON object"),
     "unknown kind": (lambda f: edit_config(f, kind="eagle9"), "head kind 'eagle9' is unknown; known kinds: eagle1, eagle3,"),
     "no kind": (lambda f: edit_config(f, kind="gone"), "head kind None is unknown"),
     "missing field": (lambda f: edit_config(f, depth="gone"), "depth"),
@@ -121,6 +121,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "wrong value": (lambda f: edit_config(f, head_dim="wide"), "head_dim"),
     "unknown tensor": (lambda f: edit_tensors(f, extra=torch.ones(2)), r"model\.safetensors: tensor extra is unknown"),
     "missing tensor": (lambda f: edit_tensors(f, fc__weight=None), r"tensor fc\.weight is missing"),
+    "NaN": (lambda f: edit_tensors(f, fc__weight=torch.full((32, 96), float("nan"))), r"tensor fc\.weight holds NaN or inf"),
+    "infinity": (lambda f: edit_tensors(f, fc__weight=torch.full((32, 96), -float("inf"))), r"tensor fc\.weight holds NaN or"),
     "wrong shape": (lambda f: edit_tensors(f, fc__weight=torch.ones(32, 64)),
                     r"tensor fc\.weight is \[32, 64\], the config says \[32, 96\]"),
 }  # fmt: skip

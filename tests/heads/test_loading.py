@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headstart.errors import UserError
+from headstart.errors import UserError, first_line
 from headstart.heads.loading import resolve_device, resolve_dtype
 
 CPU = torch.device("cpu")
@@ -36,3 +36,19 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_device("auto") == CPU
     with pytest.raises(UserError, match=r"^device cuda:1: no CUDA device is visible; use device: cpu or auto$"):
         resolve_device("cuda:1")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"^device mps: this machine has none; use device: cpu or auto$"):
+        resolve_device("mps")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(UserError, match=r"^device cuda:2: the last CUDA device here is cuda:1$"):
+        resolve_device("cuda:2")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [("one\ntwo", "one"), ("\n  one of: \n\n two\nthree", "one of: two"), ("", "ValueError"), (" \n", "ValueError")],
+)
+def test_what_a_library_says_becomes_one_line(said: str, told: str) -> None:
+    assert first_line(ValueError(said)) == told

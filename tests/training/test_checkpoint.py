@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 
+from headstart.errors import UserError
 from headstart.training import checkpoint
 from headstart.training.checkpoint import Checkpoints, Progress
 from headstart.training.strategies.plain import Plain
@@ -110,7 +111,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(what, new_head, tmp_path, monke
         raise OSError("no space left on device")
 
     monkeypatch.setattr(*((checkpoint, "save_file") if what == "save_file" else (torch, "save")), full)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(UserError, match="no space left"):
         checkpoints.save(make(head), Progress(10, 2.0))
     monkeypatch.undo()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-5"]

@@ -62,7 +62,9 @@ def train(
     run_folder: Annotated[Path | None, typer.Option(help="Default: runs/NAME-OF-THE-RECIPE.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it will need: memory, steps, time.")] = False,
     ranks: Annotated[int, typer.Option(min=1, help="Of a dry run: processes, over all machines.")] = 1,
-    device_memory: Annotated[float | None, typer.Option(help="Of a dry run: GB a device; default: this machine's.")] = None,
+    device_memory: Annotated[
+        float | None, typer.Option(min=0.001, help="Of a dry run: GB a device; default: this machine's.")
+    ] = None,
     probe: Annotated[bool, typer.Option(help="Of a dry run: take ten real steps for the time.")] = True,
     as_json: Json = False,
 ) -> None:

@@ -107,13 +107,12 @@ def analyse(run_folder: Path, prompts: int, tokens: int, cost: float | None) -> 
 
 
 def prompts_to_answer(recipe: Recipe, verifier: Verifier, count: int, tokens: int) -> list[Prompt]:
-    """Held-out prompts whose answers of `tokens` tokens the verifier can still read."""
+    """Held-out prompts after which the verifier can still read `tokens` tokens."""
     asked, limit = build_prompts(verifier, held_out(recipe), count), verifier.facts.max_position_embeddings
-    for prompt in asked:
-        if len(prompt.ids) + tokens > limit:
-            raise UserError(f"--tokens {tokens}: prompt {prompt.id} has {len(prompt.ids)} tokens, and the verifier's limit is "
-                            f"{limit} in all")  # fmt: skip
-    return asked
+    fitting = [prompt for prompt in asked if len(prompt.ids) + tokens <= limit]
+    if not fitting:
+        raise UserError(f"--tokens {tokens}: no held-out prompt leaves room for them within the verifier's limit of {limit}")
+    return fitting
 
 
 def in_float32(recipe: Recipe) -> Recipe:

@@ -26,7 +26,7 @@ def check_folder(folder: Path, key: dict[str, Any]) -> None:
             raise UserError(f"data.features.stored: {folder} is not empty and has no {NAME}; name another folder")
         return
     try:
-        there = json.loads(path.read_text(encoding="utf-8"))["key"]
+        there = dict(json.loads(path.read_text(encoding="utf-8"))["key"])
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path}: is no manifest of stored features; name another folder") from None
     names = [*key, *(name for name in there if name not in key)]

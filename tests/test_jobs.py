@@ -250,7 +250,7 @@ def test_the_doctor_names_what_was_changed_after_training(
         assert refused("doctor", folder).startswith(f"{metrics}:1: {told}")
     metrics.unlink()
     finds(None)
-    assert refused("doctor", folder, "--tokens", 100_000).startswith("--tokens 100000: prompt chat-0 has ")
+    assert refused("doctor", folder, "--tokens", 100_000).startswith("--tokens 100000: no held-out prompt leaves room")
     assert refused("analyse", folder).startswith(f"{metrics}: no such file")
 
 

@@ -335,9 +335,10 @@ def test_a_folder_is_claimed_by_what_its_states_depend_on(tmp_path):
     (tmp_path / "old" / "00000000-0.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match=r"is not empty and has no manifest\.json"):
         claim_folder(tmp_path / "old", key, {})
-    (tmp_path / "old" / "manifest.json").write_text("{}")
-    with pytest.raises(UserError, match="is no manifest"):
-        check_folder(tmp_path / "old", key)
+    for odd in ("", "{}", "[]", '{"key": 3}', '{"key": [1]}'):
+        (tmp_path / "old" / "manifest.json").write_text(odd)
+        with pytest.raises(UserError, match="is no manifest"):
+            check_folder(tmp_path / "old", key)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         claim_folder(tmp_path / "file" / "below", key, {})

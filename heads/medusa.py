@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .base import Batch, DraftHead, DraftSession, HeadConfig, check_fits, columns_of, register, shifted, target_rows
+from .base import DraftHead, HeadConfig, check_fits, columns_of, register, target_rows
+from .batch import Batch, shifted
+from .drafter import DraftSession
 from .losses import HeadLoss, SoftLoss, linear_cross_entropy
 from .verifier import Features, Verifier
 

@@ -13,7 +13,8 @@ from torch import Tensor, distributed
 from torch.optim import Optimizer
 
 from ...errors import UserError
-from ...heads.base import Batch, DraftHead, build_head
+from ...heads.base import DraftHead, build_head
+from ...heads.batch import Batch
 from ...heads.losses import HeadLoss
 from ...heads.verifier import Features, Verifier
 from ...ranks import is_first, world

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from ...heads.base import Batch, DraftHead
+from ...heads.base import DraftHead
+from ...heads.batch import Batch
 from ...heads.losses import HeadLoss
 from ...heads.verifier import Features, Verifier
 from ...ranks import world

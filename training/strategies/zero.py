@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import UserError
-from ...heads.base import Batch, DraftHead
+from ...heads.base import DraftHead
+from ...heads.batch import Batch
 from ...heads.losses import HeadLoss
 from ...heads.verifier import Features, Verifier
 from ...ranks import rank, world

@@ -66,6 +66,20 @@ class DraftSession(ABC):
         """Drop all rows but these."""
 
 
+class LevelSession(DraftSession):
+    """Where every depth is known from the committed tokens: all nodes of a level have the same children."""
+
+    log_q: Tensor  # [B, K, Q], of each depth in this round, as `observe` leaves it
+    level: int  # of the nodes expanded last; 0 is the root's
+
+    def expand(self, ids: Tensor, parents: Tensor) -> Tensor:
+        self.level += 1
+        return self.log_q[:, self.level, None].expand(-1, ids.shape[1], -1)
+
+    def keep_rows(self, rows: list[int]) -> None:
+        self.log_q = self.log_q[rows]
+
+
 class Drafter(ABC):
     """Whatever proposes tokens. `target_ids` [Q] names the verifier id of each column of its own vocabulary."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .base import check_fits
 from .batch import Batch
 from .cache import RaggedCache, additive
-from .drafter import DraftSession
+from .drafter import LevelSession
 from .layers import attend
 from .mtp_base import MtpConfig, MtpHead
 from .recurrent import take_rows
@@ -48,8 +48,8 @@ class ParallelMtp(MtpHead):
         return ParallelSession(self, verifier, batch, capacity)
 
 
-class ParallelSession(DraftSession):
-    """All depths are known from the committed tokens: every node of a level has the same children."""
+class ParallelSession(LevelSession):
+    """Every module reads the committed tokens alone."""
 
     def __init__(self, head: ParallelMtp, verifier: Verifier, batch: int, capacity: int) -> None:
         self.head, self.verifier = head, verifier
@@ -75,10 +75,6 @@ class ParallelSession(DraftSession):
         self.level = 0
         return self.log_q[:, 0]
 
-    def expand(self, ids: Tensor, parents: Tensor) -> Tensor:
-        self.level += 1
-        return self.log_q[:, self.level, None].expand(-1, ids.shape[1], -1)
-
     def keep_rows(self, rows: list[int]) -> None:
         self.cache.keep_rows(rows)
-        self.log_q = self.log_q[rows]
+        super().keep_rows(rows)

@@ -211,7 +211,7 @@ class Verifier:
 
 @torch.no_grad()
 def check_rebuilt_logits(verifier: Verifier) -> None:
-    """Prove that logits(features) are the model's own, else every teacher and every acceptance would be wrong (C19, C20)."""
+    """Prove that logits(features) are the model's own, else every teacher and every acceptance would be wrong."""
     ids = torch.randint(verifier.facts.vocab_size, (1, 8), generator=torch.Generator().manual_seed(0)).to(verifier.device)
     own = verifier.model(input_ids=ids, use_cache=False).logits.float()
     rebuilt = verifier.logits(verifier.features(ids).last).float()
@@ -229,7 +229,7 @@ def check_rebuilt_logits(verifier: Verifier) -> None:
 
 @torch.no_grad()
 def check_tree_states(verifier: Verifier) -> None:
-    """Prove that a token behind six rejected siblings, in a ragged batch, is what it is in a plain pass (C31, C34)."""
+    """Prove that a token behind six rejected siblings, in a ragged batch, is what it is in a plain pass."""
     ids = torch.randint(verifier.facts.vocab_size, (16,), generator=torch.Generator().manual_seed(1)).to(verifier.device)
     plain = verifier.features(ids[None, :8]).last[0].float()
     lengths, decoys = (6, 3), ids[8:14]

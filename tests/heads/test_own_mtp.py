@@ -1,4 +1,4 @@
-"""MTP heads that start from the verifier's own modules, against transformers' decoder layers around METHODS' formula."""
+"""MTP heads that start from the verifier's own modules, against transformers' decoder layers around the paper's formula."""
 
 import json
 from collections.abc import Callable

@@ -30,10 +30,6 @@ class Plain(Strategy):
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """What the optimizers hold, by name."""
-        return {name: p for name, p in self.head.named_parameters() if p.requires_grad}
-
     def sum_gradients(self) -> None:
         if world() > 1:
             for bucket in buckets(list(self.parameters().values())):

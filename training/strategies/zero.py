@@ -83,9 +83,6 @@ class Zero(Strategy):
         check_finite(norm, number)
         return norm
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.head.named_parameters() if p.requires_grad}
-
     def weights(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
 

@@ -100,6 +100,7 @@ class MedusaHead(DraftHead):
         return self.heads_loss(batch, features, verifier, self.supervised(batch, features))
 
     def heads_loss(self, batch: Batch, features: Features, verifier: Verifier, supervised: Tensor) -> HeadLoss:
+        """The heads' own terms at the `supervised` [K, B, T] positions."""
         outputs = self.output_weights(verifier)
         wanted, index = target_rows(supervised)
         targets = self.targets(batch, features, verifier, wanted)

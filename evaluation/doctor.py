@@ -44,8 +44,8 @@ def examine(
     depths = head.depth or max(len(supervised), 3)  # a head that goes on for ever is served deeper than it is trained
     found = compare(head, verifier, texts, depths, tolerance)
     checks.append(of_drafts(head, verifier, texts, found, names, tolerance))
-    checks.append(of_mask(head, texts, supervised, names))
-    if checks[-1].healthy is False:
+    checks.append(masked := of_mask(head, texts, supervised, names))
+    if masked.healthy is False:
         return Diagnosis([*checks, Check("labels", None, "not counted under a wrong mask")], accuracy(found, NOT_COUNTED))
     check, logged = of_loss(head, verifier, texts, supervised, TIES if verifier.dtype in TOLERANCE else COARSE)
     return Diagnosis([*checks, check], accuracy(found, logged))

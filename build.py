@@ -89,7 +89,7 @@ def build_texts(recipe: Recipe, evaluator: Evaluator, conversations: Sequence[Co
     verifier, prompts = evaluator.verifier, evaluator.prompts
     assert verifier.adapter is not None
     answered = [c for c in conversations if any(message["role"] == "assistant" for message in c.messages)]
-    if recipe.data.answers == "keep" and answered:
+    if recipe.data.answers.mode == "keep" and answered:
         return list(samples(verifier.tokenizer, answered, recipe.data.max_length, Skips()))
     with verifier.adapter.off():
         answers, _ = evaluator.decode(None, chain(0), prompts, evaluator.batch)

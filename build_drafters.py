@@ -4,7 +4,8 @@ from .evaluation.draft_model import ModelDrafter
 from .evaluation.hierarchical import Hierarchical
 from .evaluation.lookahead import Lookahead
 from .evaluation.ngrams import PromptLookup
-from .heads.base import Drafter, DraftHead
+from .heads.base import DraftHead
+from .heads.drafter import Drafter
 from .heads.truncated import first_layers
 from .heads.verifier import Verifier
 from .training.recipe import Recipe

@@ -17,7 +17,8 @@ from .heads.eagle3 import Eagle3Config, Eagle3Head
 from .heads.facts import Facts
 from .heads.medusa import MedusaConfig, MedusaHead
 from .heads.medusa2 import AdaptedMedusa, Together
-from .heads.mtp import MtpConfig, MtpHead, new_mtp
+from .heads.mtp import new_mtp
+from .heads.mtp_base import MtpConfig, MtpHead
 from .heads.own_mtp import fill, has_bias, read_own_modules
 from .heads.verifier import Verifier
 from .progress import say

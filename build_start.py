@@ -35,7 +35,7 @@ def read_start(section: HeadSection, verifier: Verifier) -> DraftHead | None:
 
 
 def start_from(folder: Path, section: HeadSection) -> DraftHead:
-    """An imported head to go on from. The recipe says how it learns; what it is made of, its vocabulary too, stays (C13)."""
+    """An imported head to go on from. The recipe says how it learns; what it is made of, its vocabulary too, stays."""
     return go_on(load_head(folder), section, folder)
 
 

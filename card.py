@@ -11,7 +11,8 @@ from scipy import stats
 
 from . import __version__
 from .errors import UserError
-from .evaluation.run_folder import Result, Run, read_provenance
+from .evaluation.evaluation_file import Result
+from .evaluation.run_folder import Run, read_provenance
 from .export.layout import Export, is_local
 
 KINDS = {"medusa": "Medusa", "eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "mtp": "Multi-token prediction"}

@@ -1,4 +1,4 @@
-"""`headstart data ...`: look at training data."""
+"""`headstart data ...`: look at training data, prepare it, estimate what it takes."""
 
 import sys
 from contextlib import redirect_stdout

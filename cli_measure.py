@@ -1,4 +1,4 @@
-"""`headstart eval`, `lossless`, `tree`, `advise`, `report`: what is measured of a run."""
+"""`headstart eval`, `lossless`, `tree`, `advise`, `doctor`, `analyse`, `report`: what is measured of a run."""
 
 import json
 import os
@@ -11,16 +11,17 @@ from typing import Annotated
 import typer
 
 from . import cli_trees
-from .cli_options import Json, Overrides, check_run, show
+from .cli_options import Json, RunFolder, check_run, show
 
 app = typer.Typer()
-RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
 
 
 @app.command(name="eval")
 def evaluate(
     run: RunFolder,
-    overrides: Overrides = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Of the recipe, such as evaluation.batch=8.")
+    ] = None,
     drafter: Annotated[
         list[str] | None,
         typer.Option(help="head, prompt_lookup, lookahead, hierarchical, truncated:LAYERS or model:MODEL; may be repeated."),
@@ -31,7 +32,9 @@ def evaluate(
     prompts: Annotated[list[Path] | None, typer.Option(help="A chat file or a folder of them; may be repeated.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a trained head on held-out prompts, and other drafters beside it.
+    """Measure a head, and other drafters, by decoding.
+
+    Held-out prompts, every drafter with every tree; writes evaluation.json.
 
     --drafter, --tree and --prompts replace the lists of the recipe.
     Exits with 1 when an answer differs from the verifier's own greedy decoding.
@@ -53,7 +56,7 @@ def evaluate(
 @app.command()
 def lossless(
     run: Annotated[Path | None, typer.Argument(help="A run folder, to test its own verifier and head too.")] = None,
-    tokens: Annotated[int, typer.Option(min=1000, help="Sampled tokens of the run's test; takes its time.")] = 50_000,
+    tokens: Annotated[int, typer.Option(min=1000, help="Sampled tokens of the run's test; 50,000 take minutes.")] = 50_000,
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of random models, trees and samples.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -109,7 +112,9 @@ def tree(
 @app.command()
 def advise(
     run: RunFolder,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences decoded at a time; may be repeated.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences decoded at a time; may be repeated; default: 1.")
+    ] = None,
     nodes: Nodes = 64,
     depth: Depth = None,
     prompts: Calibration = 16,
@@ -131,7 +136,7 @@ def advise(
 
 @app.command()
 def doctor(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: RunFolder,
     prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that the verifier answers.")] = 8,
     tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 64,
     as_json: Json = False,

@@ -10,6 +10,7 @@ from .errors import UserError
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A file, or the name of a shipped recipe.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Such as training.steps=100.")]
+RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 

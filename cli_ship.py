@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .cli_options import Json, check_run, show
+from .cli_options import Json, RunFolder, check_run, show
 
 app = typer.Typer()
 
@@ -21,7 +21,7 @@ class Dtype(StrEnum):
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: RunFolder,
     to: Annotated[str, typer.Option(help="vllm, sglang, speculators, eagle, medusa or tensorrt-llm.")],
     output: Annotated[Path, typer.Option(help="The folder to write.")],
     verifier: Annotated[str | None, typer.Option(help="Its hub id, where the run has a folder or a builtin.")] = None,
@@ -67,7 +67,9 @@ def import_head(
     source: Annotated[Path, typer.Argument(help="A folder with a published head.")],
     verifier: Annotated[str, typer.Option(help="The model it drafts for: hub id, folder, .gguf or builtin.")],
     run_folder: Annotated[Path, typer.Option(help="The run folder to make.")],
-    engine: Annotated[str, typer.Option(help="Whose layer indices it holds, where it names any.")] = "vllm",
+    engine: Annotated[
+        str, typer.Option(help="Whose layer indices an EAGLE-3 folder holds: vllm, sglang, speculators, eagle or tensorrt-llm.")
+    ] = "vllm",
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read .bin and .pt files, tensors alone.")] = False,
 ) -> None:
     """Make a run folder of a published head.

@@ -183,7 +183,7 @@ def tokens_each(recipe: Recipe, conversations: Conversations) -> float:
     except UserError:
         return float(data.max_length)
     some = spread(conversations.train, LOOKED_AT)
-    if data.answers == "keep":
+    if data.answers.mode == "keep":
         return sum(len(s.ids) for s in samples(tokenizer, some, data.max_length, Skips())) / len(some)
     prompts = [prompt_ids(tokenizer, [m for m in c.messages if m["role"] != "assistant"], c.tools) for c in some]
     return sum(min(len(ids) + data.answer_tokens, data.max_length) for ids in prompts) / len(some)

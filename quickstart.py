@@ -21,9 +21,9 @@ from .workshop import Workshop, open_workshop
 HEADS = ("eagle3", "medusa")
 
 
-def quickstart(run_folder: Path, verifier_name: str = "smollm2-135m") -> None:
+def quickstart(run_folder: Path) -> None:
     """Run the whole job into run_folder/{eagle3,medusa} and write run_folder/report.html."""
-    recipes = {kind: load_recipe(shipped_recipes()[f"{verifier_name}/{kind}"]) for kind in HEADS}
+    recipes = {kind: load_recipe(shipped_recipes()[f"smollm2-135m/{kind}"]) for kind in HEADS}
     folders = {kind: run_folder / kind for kind in HEADS}
     for kind, folder in folders.items():
         claim(folder, recipes[kind])

@@ -12,7 +12,7 @@ from machine import peak_bytes, reset_peak
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from headstart.heads.base import Batch, shifted
+from headstart.heads.batch import Batch, shifted
 from headstart.heads.eagle3 import Eagle3Config, Eagle3Head
 from headstart.heads.packed import pack_linears
 from headstart.heads.verifier import Features, Verifier

@@ -22,7 +22,7 @@ from headstart.evaluation.advise import seconds, verifier_pass
 from headstart.evaluation.evaluate import Evaluator
 from headstart.evaluation.sampling import Sampling
 from headstart.evaluation.tree import AnyTree
-from headstart.heads.base import Drafter
+from headstart.heads.drafter import Drafter
 from headstart.runs import open_run
 from headstart.training.recipe import load_recipe
 

@@ -3,7 +3,7 @@ its own:
 
     python benchmarks/ttt_memory.py [--tokens 2048] [--steps 7] [--heads 4] [--groups 2] [--size 64] [--device cpu]
 
-mask:   one softmax under a mask of (S · K) by (S · K), as METHODS states it, by torch's fused attention
+mask:   one softmax under a mask of (S · K) by (S · K), the definition, by torch's fused attention
 scores: one softmax a step over S + k scores, all of them in memory
 pieces: what the heads do (heads/attention.py)
 """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..heads.adapters import Adapter
-from ..heads.base import Batch
+from ..heads.batch import Batch
 from ..heads.verifier import Features, Verifier
 from .chat import Sample
 from .packing import collate, lay_out, packed_rows, split_by_tokens

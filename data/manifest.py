@@ -8,7 +8,6 @@ from ..errors import UserError
 from ..heads.files import write_text
 
 NAME = "manifest.json"
-FORMAT = 1
 MASK_RULE = "assistant turns with their end of turn"
 
 

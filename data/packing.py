@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..heads.base import Batch
+from ..heads.batch import Batch
 from .chat import Sample
 
 GROUP = 32  # batches whose samples are sorted by length together: little padding, still random

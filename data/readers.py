@@ -192,7 +192,7 @@ def _parquet(path: Path) -> Rows:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UserError(f"{path}: reading Parquet needs the package pyarrow: pip install pyarrow") from None
+        raise UserError(f"{path}: reading Parquet needs the package pyarrow: pip install 'headstart[data]'") from None
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             rows = (row for batch in table.iter_batches(batch_size=256) for row in batch.to_pylist())

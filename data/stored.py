@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..heads.base import Batch
+from ..heads.batch import Batch
 from ..heads.verifier import Features, Verifier
 from .chat import Sample
 from .encoding import decode, encode

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-from ..heads.base import Drafter
+from ..heads.drafter import Drafter
 from ..heads.verifier import Features, Verifier
 from .decode import Clock
 from .evaluate import Evaluator

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from scipy.stats import spearmanr
 
 from .analysis_file import Analysis, Curve, Depth, Lengths, Measured, Part, Stage, Stages
-from .run_folder import Result, Run
+from .evaluation_file import Result
+from .run_folder import Run
 
 ALPHAS = (0.5, 0.7, 0.85)
 LONGEST = 16  # drafts

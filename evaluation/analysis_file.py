@@ -1,13 +1,9 @@
 """analysis.json: what `headstart analyse` writes into a run folder and the report shows."""
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 
-class Model(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Stage(Model):
+class Stage(BaseModel, frozen=True):
     """A held-out look during training."""
 
     step: int
@@ -16,7 +12,7 @@ class Stage(Model):
     tau: float | None
 
 
-class Stages(Model):
+class Stages(BaseModel, frozen=True):
     """spearman: rank correlation of alpha with kl over the looks, and p its two-sided p-value; null below three looks."""
 
     looks: list[Stage]
@@ -24,7 +20,7 @@ class Stages(Model):
     p: float | None
 
 
-class Curve(Model):
+class Curve(BaseModel, frozen=True):
     """Chains of N = 0, 1, .. drafts under independent acceptance. tokens: expected a verifier pass; speedup: tokens / (1 + cost
     · N); best: the N of the highest speedup."""
 
@@ -34,7 +30,7 @@ class Curve(Model):
     best: int
 
 
-class Measured(Model):
+class Measured(BaseModel, frozen=True):
     """A chain of evaluation.json. tokens: 1 + the first N terms of its survival."""
 
     tree: str
@@ -43,7 +39,7 @@ class Measured(Model):
     tokens: list[float]
 
 
-class Lengths(Model):
+class Lengths(BaseModel, frozen=True):
     """cost: of drafting one token, in verifier passes; measured: whether evaluation.json's times say so."""
 
     cost: float
@@ -52,7 +48,7 @@ class Lengths(Model):
     measured: list[Measured]
 
 
-class Depth(Model):
+class Depth(BaseModel, frozen=True):
     """labels: tokens of the answers that decoding would draft at this depth; in_vocabulary: those the head can draft at all;
     accuracy[k]: share of all labels among the head's k + 1 likeliest tokens."""
 
@@ -61,13 +57,13 @@ class Depth(Model):
     accuracy: list[float | None]
 
 
-class Part(Model):
+class Part(BaseModel, frozen=True):
     tau: float | None
     rounds: int
     emitted: int
 
 
-class Analysis(Model):
+class Analysis(BaseModel, frozen=True):
     stages: Stages
     lengths: Lengths
     top_k: list[Depth]

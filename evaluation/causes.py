@@ -103,7 +103,7 @@ def by_reference(
 def reference(
     head: RecurrentHead, verifier: Verifier, texts: Texts, parting: Parting, moved: int = 0, token: int = 0, seen: int = 0
 ) -> Tensor:
-    """log q [Q] of METHODS' drafting, from the states of training, without a cache and without a batch.
+    """log q [Q] of drafting by its definition, from the states of training, without a cache and without a batch.
 
     moved: added to the positions of drafted tokens; token: to the index of every token embedded; seen: to the last committed
     position that is attended to.

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..heads.base import Beside, Drafter, DraftSession
 from ..heads.cache import RaggedCache
+from ..heads.drafter import Beside, Drafter, DraftSession
 from ..heads.verifier import Features, Verifier
 from .sampling import GREEDY, Dice, Sampling, dice
 from .tree import AnyTree, Draw, DynamicTree, StaticTree, Tree, chain

@@ -15,8 +15,8 @@ from ..heads.verifier import Verifier
 from . import causes
 from .diagnosis import Check, Diagnosis
 from .parity import Comparison, Texts, apart, compare, write_texts
+from .provenance_file import Provenance
 from .record import by_record
-from .run_folder import Provenance
 from .supervision import of_loss, of_mask
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # share of the largest value by which equal things may differ
@@ -45,8 +45,8 @@ def examine(
     depths = head.depth or max(len(supervised), 3)  # a head that goes on for ever is served deeper than it is trained
     found = compare(head, verifier, texts, depths, tolerance)
     checks.append(of_drafts(head, verifier, texts, found, names, tolerance))
-    checks.append(of_mask(head, texts, supervised, names))
-    if checks[-1].healthy is False:
+    checks.append(masked := of_mask(head, texts, supervised, names))
+    if masked.healthy is False:
         return Diagnosis([*checks, Check("labels", None, "not counted under a wrong mask")], accuracy(found, NOT_COUNTED))
     check, logged = of_loss(head, verifier, texts, supervised, TIES if verifier.dtype in TOLERANCE else COARSE)
     return Diagnosis([*checks, check], accuracy(found, logged))

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..heads.base import Batch, Drafter, DraftSession, shifted
+from ..heads.batch import Batch, shifted
 from ..heads.cache import Ancestry
+from ..heads.drafter import Drafter, DraftSession
 from ..heads.verifier import Features, Verifier
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..heads.base import DraftSession
+from ..heads.drafter import DraftSession
 from .sampling import Dice, Sampling, probabilities
 from .tree import AnyTree, DynamicTree
 from .verify import Judge

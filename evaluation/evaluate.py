@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..data.conversations import spread
-from ..heads.base import Drafter
+from ..heads.drafter import Drafter
 from ..heads.verifier import Verifier
 from .decode import Decoded, speculate
 from .metrics import acceptance, by_category, by_context

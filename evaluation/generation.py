@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from ..data.chat import prompt_ids
 from ..errors import UserError
-from ..heads.base import Drafter, DraftHead, check_fits
+from ..heads.base import DraftHead, check_fits
+from ..heads.drafter import Drafter
 from ..heads.verifier import Verifier
 from .decode import Clock, Decoded, rounds
 from .tree import AnyTree

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..heads.base import Batch, Drafter, DraftSession
+from ..heads.batch import Batch
+from ..heads.drafter import Drafter, DraftSession
 from ..heads.verifier import Features, Verifier
 from .ngrams import NOTHING, NgramSession, PromptLookup
 

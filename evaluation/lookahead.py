@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..heads.base import Beside
+from ..heads.drafter import Beside
 from ..heads.verifier import Verifier
 from .ngrams import NgramDrafter, NgramSession
 

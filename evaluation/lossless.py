@@ -24,6 +24,8 @@ EXACT = 1e-12  # total variation of sums in float64
 CAUGHT = 1e-3  # total variation that a wrong rule must show at least
 REFUSED = 1e-4  # p-value below which text is not the verifier's
 PAIRS = 60  # random (p, q) of a control
+ROUND_VOCAB, NODE_VOCAB = 4, 6  # tokens that the models of exact rounds, and of one node, know
+FIRST = 3  # first tokens of the tiny model's text
 ROWS, NODES = 64, 512  # most answers, and most nodes of their trees, sampled at a time: what two cores and 24 GB do well
 COPIES, LENGTH = 16, 64  # answers to a prompt in a row, whose prefill they share; tokens of an answer
 ULPS = 4  # of the best logit: a gap that the order of additions alone may turn around in low precision
@@ -86,21 +88,21 @@ def some_trees(rng: random.Random, count: int, fixed: bool) -> list[AnyTree]:
     return shapes
 
 
-def round_variation(tree: AnyTree, sampling: Sampling, rng: random.Random, vocab: int = 4) -> tuple[float, int]:
+def round_variation(tree: AnyTree, sampling: Sampling, rng: random.Random) -> tuple[float, int]:
     """Total variation between a round and plain sampling for a random model and drafter, and the outcomes tried.
 
     Some drafters know a token or two only: a rule must go on where their distribution is exhausted.
     """
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    target = Tables(vocab, tree.depth + 1, 1.0, generator)
-    drafter = Tables(vocab, tree.depth + 1, 1.5, generator, known=rng.choice([1, 2, vocab, vocab]))
+    target = Tables(ROUND_VOCAB, tree.depth + 1, 1.0, generator)
+    drafter = Tables(ROUND_VOCAB, tree.depth + 1, 1.5, generator, known=rng.choice([1, 2, ROUND_VOCAB, ROUND_VOCAB]))
     found, outcomes = round_law(target, drafter, tree, sampling)
     return total_variation(found, target.joint((), tree.depth + 1, sampling, BEFORE)), outcomes
 
 
-def one_node(seed: int = 0, vocab: int = 6) -> Iterator[Gate]:
+def one_node(seed: int = 0) -> Iterator[Gate]:
     """Laws of one node over random distributions: the lossless ones, and the wrong ones that must be told from them."""
-    size = f"{vocab} tokens, {controls.CHILDREN} children, {PAIRS} pairs"
+    size = f"{NODE_VOCAB} tokens, {controls.CHILDREN} children, {PAIRS} pairs"
     lossless: dict[str, Callable[[Tensor], Any]] = {
         "candidates (top 3)": lambda q: q.topk(controls.CHILDREN).indices,
         "without_replacement": controls.drawn,
@@ -110,14 +112,14 @@ def one_node(seed: int = 0, vocab: int = 6) -> Iterator[Gate]:
         return lambda p, q: controls.node(p, draws(q))[0]
 
     for name, draws in lossless.items():
-        yield variation("one node", name, controls.mean_variation(law(draws), vocab, PAIRS, seed), size, True)
+        yield variation("one node", name, controls.mean_variation(law(draws), NODE_VOCAB, PAIRS, seed), size, True)
     for name, draws in controls.WRONG.items():
-        yield variation("wrong rules", name, controls.mean_variation(law(draws), vocab, PAIRS, seed), size, False)
-    value = controls.mean_variation(controls.bonus_from_p, vocab, PAIRS, seed)
+        yield variation("wrong rules", name, controls.mean_variation(law(draws), NODE_VOCAB, PAIRS, seed), size, False)
+    value = controls.mean_variation(controls.bonus_from_p, NODE_VOCAB, PAIRS, seed)
     yield variation("wrong rules", "after a rejection, a token from p", value, size, False)
 
 
-def tiny_model(seed: int = 0, length: int = 3) -> Iterator[Gate]:
+def tiny_model(seed: int = 0) -> Iterator[Gate]:
     """The whole decoding loop on a tiny random language model: the joint law of the first tokens, every outcome of it."""
     verifier = tiny_verifier(seed)
     heads = {head.kind: head for head in tiny_heads(verifier, seed)}
@@ -128,10 +130,10 @@ def tiny_model(seed: int = 0, length: int = 3) -> Iterator[Gate]:
         ("eagle3", chain(2), Sampling(0.7, "without_replacement", repetition_penalty=1.3)),
     ]
     for kind, tree, sampling in cases:
-        found, outcomes = speculative_joint(verifier, heads[kind], tree, length, sampling)
-        value = total_variation(found, plain_joint(verifier, length, sampling))
+        found, outcomes = speculative_joint(verifier, heads[kind], tree, FIRST, sampling)
+        value = total_variation(found, plain_joint(verifier, FIRST, sampling))
         name = f"{kind}, {sampling.rule}, {tree.kind}, T {sampling.temperature:g}"
-        note = f"first {length} tokens, {outcomes} outcomes"
+        note = f"first {FIRST} tokens, {outcomes} outcomes"
         yield variation("tiny model", name, value, note, True)
 
 

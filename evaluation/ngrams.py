@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..heads.base import Batch, Drafter, DraftSession
+from ..heads.batch import Batch
+from ..heads.drafter import Drafter, DraftSession
 from ..heads.verifier import Features, Verifier
 
 NOTHING = float("-inf")

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..heads.base import Batch, Drafter, shifted
+from ..heads.batch import Batch, shifted
+from ..heads.drafter import Drafter
 from ..heads.verifier import Verifier
 
 

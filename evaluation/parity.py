@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from ..data.chat import Sample
 from ..data.features import compute
 from ..data.packing import collate
-from ..heads.base import Batch, DraftHead, shifted
+from ..heads.base import DraftHead
+from ..heads.batch import Batch, shifted
 from ..heads.generate import generate_with_features
 from ..heads.verifier import Features, Verifier
 

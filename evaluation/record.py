@@ -9,7 +9,7 @@ from torch import Tensor
 from ..heads.base import DraftHead
 from ..heads.verifier import Verifier
 from .diagnosis import Check
-from .run_folder import MadeWith, Provenance
+from .provenance_file import MadeWith, Provenance
 
 LEARNING = ("decay", "depth", "loss", "targets", "cross_entropy", "top_tokens", "noise", "noise_by_length", "weight")
 CAUSES = {

@@ -15,8 +15,9 @@ from .. import __version__
 from ..errors import UserError
 from ..heads.files import write_bytes, write_text
 from . import analysis_plots, plots
+from .evaluation_file import Result, Slice
 from .plots import Series
-from .run_folder import Result, Run, Slice, read_run
+from .run_folder import Run, read_run
 
 SETTINGS = ("verifier", "prompts", "max_new_tokens", "dtype", "device")  # what must agree before two runs are compared
 

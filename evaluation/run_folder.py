@@ -3,13 +3,15 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from ..errors import UserError
 from .analysis_file import Analysis
+from .evaluation_file import Evaluation, Result
 from .plots import elide
+from .provenance_file import Provenance
 
 WRITERS = {
     "recipe.yaml": "a run folder has one: `headstart train` writes it",
@@ -19,20 +21,16 @@ WRITERS = {
 REMEDIES = WRITERS | {"analysis.json": "`headstart analyse` writes it", "provenance.json": "`headstart train` writes it"}
 
 
-class Model(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
-class HeldOut(Model):
+class HeldOut(BaseModel, frozen=True):
     tau: float | None = None
     alpha: float | None = None
     kl: float | None = None
 
 
-class Step(Model):
+class Step(BaseModel, frozen=True):
     """A line of metrics.jsonl."""
 
     step: int
@@ -43,160 +41,6 @@ class Step(Model):
     seconds: float = 0.0
     time_shares: dict[str, float] = {}
     held_out: HeldOut | None = None
-
-
-class Origin(Model):
-    """A verifier, by the hash of its weights."""
-
-    name: str
-    fingerprint: str
-
-
-class Data(Model):
-    samples: int
-    tokens: int
-    supervised: int
-    sha256: str
-
-
-class MadeWith(Model):
-    """What decoding must find again; absent where the run is older than this."""
-
-    layers: list[int]
-    vocabulary: str
-    config: dict[str, Any]
-
-
-class Provenance(Model):
-    """What a head was made of and trained on: provenance.json."""
-
-    verifier: Origin
-    template: str
-    data: Data
-    head: MadeWith | None = None
-
-
-class Tree(Model):
-    kind: str
-    depth: int
-    nodes: int
-    top_k: int | None = None
-
-    def __str__(self) -> str:
-        width = f", top_k {self.top_k}" if self.top_k else ""
-        return f"{self.kind}, depth {self.depth}" + ("" if self.kind == "chain" else f"{width}, {self.nodes} nodes")
-
-
-class Slice(Model):
-    tau: float | None
-    rounds: int
-    emitted: int
-
-
-class Token(Model):
-    text: str
-    source: Literal["drafted", "bonus", "prefill"]
-    round: int
-
-
-class Example(Model):
-    id: str
-    category: str | None = None
-    prompt: str
-    tokens: Annotated[list[Token], Field(min_length=1)]
-
-    @property
-    def rounds(self) -> int:
-        return max(token.round for token in self.tokens)
-
-    @property
-    def emitted(self) -> int:
-        return sum(token.source != "prefill" for token in self.tokens)
-
-
-class Divergence(Model):
-    prompt: str
-    position: int
-    gap: float
-
-
-class Timing(Model):
-    prompts: int
-    repeats: int
-    batch: int
-
-
-class Result(Model):
-    """One drafter and tree at one temperature; names as in evaluation.json."""
-
-    drafter: str = "head"
-    tree: Tree
-    temperature: float
-    rule: str = "greedy"
-    lossless: bool = True
-    rounds: int
-    emitted: int
-    drafted: int
-    accepted: int
-    tau: float | None
-    survival: list[float | None]
-    conditional: list[float | None] | None = None
-    draft_acceptance_rate: float | None = None
-    alpha: float | None = None
-    identical_to_greedy: bool | None = None
-    divergences: list[Divergence] = []
-    speedup: float | None = None
-    overhead: float | None = None
-    seconds: dict[str, float | None] = {}
-    timing: Timing | None = None
-    accepted_histogram: list[int] = []
-    by_category: dict[str, Slice] = {}
-    by_context: dict[str, Slice] = {}
-    example: Example | None = None
-
-    @property
-    def label(self) -> str:
-        drafter = "" if self.drafter == "head" else f"{self.drafter}, "
-        return f"{drafter}{self.tree}" + (f", T {self.chosen}" if self.temperature else "")
-
-    @property
-    def chosen(self) -> str:
-        """How tokens were chosen: the temperature, and above 0 the rule."""
-        rule = f", {self.rule}" if self.temperature else ""
-        return f"{self.temperature:g}{rule}{'' if self.lossless else ' (lossy)'}"
-
-
-class Head(Model):
-    kind: str
-    parameters: int
-
-
-class Quality(Model):
-    """A verifier's, on held-out answers. kl: to the verifier without its adapter, in nats a token."""
-
-    perplexity: float
-    kl: float
-
-
-class VerifierQuality(Model):
-    """Without and with the adapter that it learned beside the head."""
-
-    tokens: int
-    before: Quality
-    after: Quality
-
-
-class Evaluation(Model):
-    verifier: str
-    adapter: str | None = None
-    verifier_quality: VerifierQuality | None = None
-    head: Head
-    prompts: int
-    max_new_tokens: int
-    dtype: str
-    device: str
-    versions: dict[str, str] = {}
-    results: Annotated[list[Result], Field(min_length=1)]
 
 
 @dataclass

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..heads.base import DraftHead, columns_of, shifted
+from ..heads.base import DraftHead, columns_of
+from ..heads.batch import shifted
 from ..heads.verifier import Verifier
 from .diagnosis import Check
 from .parity import Texts

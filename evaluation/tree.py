@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..heads.base import DraftSession
+from ..heads.drafter import DraftSession
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..heads.base import Drafter, columns_of
+from ..heads.base import columns_of
+from ..heads.drafter import Drafter
 from ..heads.verifier import Features
 from .evaluate import Evaluator, Prompt
 from .tree import StaticTree, chain

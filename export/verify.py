@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..heads.base import Batch, DraftHead
+from ..heads.base import DraftHead
+from ..heads.batch import Batch
 from ..heads.eagle1 import Eagle1Head
 from ..heads.eagle3 import Eagle3Head
 from ..heads.medusa import MedusaHead

@@ -157,5 +157,5 @@ def import_peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise UserError("adapters need peft; install it with: pip install headstart[peft]") from None
+        raise UserError("adapters need peft; install it with: pip install 'headstart[peft]'") from None
     return peft

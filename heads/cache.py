@@ -58,6 +58,7 @@ class RaggedCache(Cache):
         super().__init__(layers=[RaggedLayer(self) for _ in range(layers)])
 
     def write(self, store_BHSD: Tensor, new_BHTD: Tensor) -> Tensor:
+        """Put T new tokens behind those that each row holds; returns the slots that any row uses, [B, H, S, D]."""
         tokens = new_BHTD.shape[2]
         end = max(self.lengths) + self.pending + tokens
         assert end <= self.capacity, f"cache of {self.capacity} slots is too small for {end} tokens"

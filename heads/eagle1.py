@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .base import Batch, LayerConfig, register, shifted
+from .base import LayerConfig, register
+from .batch import Batch, shifted
 from .layers import DecoderLayer
 from .losses import HeadLoss, chunked_terms
 from .recurrent import RecurrentHead, supervised_drafts

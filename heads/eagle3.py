@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .base import Batch, LayerConfig, register, shifted, target_rows
+from .base import LayerConfig, register, target_rows
+from .batch import Batch, shifted
 from .distillation import Lesson, distil
 from .layers import DecoderLayer
 from .losses import HeadLoss, SoftLoss

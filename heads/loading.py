@@ -122,7 +122,7 @@ def multiplies_in_bfloat16(device: torch.device) -> bool:
 
 
 def check_complete(model: PreTrainedModel, info: dict[str, Any], spec: str) -> None:
-    """Refuse weights that transformers would have made up, or left untied against the configuration (C09)."""
+    """Refuse weights that transformers would have made up, or left untied against the configuration."""
     if missing := sorted(info["missing_keys"]):
         more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
         raise UserError(f"verifier {spec}: weight {missing[0]}{more} is missing from its files")

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .base import Batch, DraftHead, DraftSession, HeadConfig, check_fits, columns_of, register, shifted, target_rows
+from .base import DraftHead, HeadConfig, check_fits, columns_of, register, target_rows
+from .batch import Batch, shifted
+from .drafter import LevelSession
 from .losses import HeadLoss, SoftLoss, linear_cross_entropy
 from .verifier import Features, Verifier
 
@@ -98,6 +100,7 @@ class MedusaHead(DraftHead):
         return self.heads_loss(batch, features, verifier, self.supervised(batch, features))
 
     def heads_loss(self, batch: Batch, features: Features, verifier: Verifier, supervised: Tensor) -> HeadLoss:
+        """The heads' own terms at the `supervised` [K, B, T] positions."""
         outputs = self.output_weights(verifier)
         wanted, index = target_rows(supervised)
         targets = self.targets(batch, features, verifier, wanted)
@@ -131,8 +134,8 @@ class MedusaHead(DraftHead):
         return MedusaSession(self, verifier, batch)
 
 
-class MedusaSession(DraftSession):
-    """All depths are known from one hidden state: every node of a level has the same children."""
+class MedusaSession(LevelSession):
+    """All depths are known from one hidden state."""
 
     def __init__(self, head: MedusaHead, verifier: Verifier, batch: int) -> None:
         self.head = head
@@ -148,13 +151,6 @@ class MedusaSession(DraftSession):
         self.log_q = torch.stack(logits, 1).log_softmax(-1)  # [B, K, Q]
         self.level = 0
         return self.log_q[:, 0]
-
-    def expand(self, ids: Tensor, parents: Tensor) -> Tensor:
-        self.level += 1
-        return self.log_q[:, self.level, None].expand(-1, ids.shape[1], -1)
-
-    def keep_rows(self, rows: list[int]) -> None:
-        self.log_q = self.log_q[rows]
 
 
 def build(config: dict[str, Any]) -> MedusaHead:

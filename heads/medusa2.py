@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import Adapter
-from .base import Batch
+from .batch import Batch
 from .losses import HeadLoss, chunked_terms
 from .medusa import MedusaHead
 from .verifier import Features, Verifier

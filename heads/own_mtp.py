@@ -19,7 +19,7 @@ from transformers.utils import cached_file
 
 from ..errors import UserError, first_line
 from .loading import resolve
-from .mtp import MtpHead
+from .mtp_base import MtpHead
 from .verifier import Verifier
 
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # in a config: how many modules there are

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from .attention import Sight, attend_with_own, sight
-from .base import Batch, DraftHead, DraftSession, check_fits, columns_of
+from .base import DraftHead, check_fits, columns_of
+from .batch import Batch
 from .cache import Ancestry, RaggedCache, additive, visible
+from .drafter import DraftSession
 from .layers import DecoderLayer, RotaryPositions, attend
 from .verifier import Features, Verifier
 

@@ -6,8 +6,7 @@ Shapes: B rows, T tokens, S slots or positions, d hidden size, L captured layers
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 from ..errors import UserError, first_line
 from .adapters import Adapter, load_adapter
 from .cache import RaggedCache, additive, visible, within_documents
+from .capture import captured, concatenate
 from .facts import attention_windows, check_attends, find_layers, read_facts
 from .loading import load_model, load_tokenizer
 from .packed import pack_linears
@@ -150,7 +150,7 @@ class Verifier:
         if positions is not None:
             mask = self._masks({kind: within_documents(positions, window) for kind, window in self._windows.items()})
             packed = {"position_ids": positions, "attention_mask": mask}
-        with torch.set_grad_enabled(learning), self._captured(layers) as states:
+        with torch.set_grad_enabled(learning), captured(self.layers, layers) as states:
             last = self.decoder(input_ids=ids, use_cache=False, **packed).last_hidden_state
         return Features(last, concatenate(states, last))
 
@@ -175,7 +175,7 @@ class Verifier:
         positions = (starts + depth[:, -ids.shape[1] :]).clamp(max=self.facts.max_position_embeddings - 1)
         mask = self._masks({kind: visible(cache.lengths, tree, depth, window) for kind, window in self._windows.items()})
         extra = {self._cache_argument: cache, "use_cache": True}
-        with self._captured(layers) as states:
+        with captured(self.layers, layers) as states:
             out = self.decoder(input_ids=ids, position_ids=positions, attention_mask=mask, **extra)
         return Features(out.last_hidden_state, concatenate(states, out.last_hidden_state))
 
@@ -208,34 +208,10 @@ class Verifier:
             features, ids = Features(features.last[rows], features.layers[rows]), ids[rows]
         return features, ids
 
-    @contextmanager
-    def _captured(self, layers: Sequence[int]) -> Iterator[list[Tensor]]:
-        """Collect the states entering the given decoder layers during one forward pass, in the order asked."""
-        found: dict[int, Tensor] = {}
-
-        def hook(index: int) -> Any:
-            def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                found[index] = args[0] if args else kwargs["hidden_states"]
-
-            return take
-
-        handles = [self.layers[i].register_forward_pre_hook(hook(i), with_kwargs=True) for i in set(layers)]
-        states: list[Tensor] = []
-        try:
-            yield states
-            states.extend(found[i] for i in layers)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def concatenate(states: list[Tensor], last: Tensor) -> Tensor:
-    return torch.cat(states, -1) if states else last[..., :0]
-
 
 @torch.no_grad()
 def check_rebuilt_logits(verifier: Verifier) -> None:
-    """Prove that logits(features) are the model's own, else every teacher and every acceptance would be wrong (C19, C20)."""
+    """Prove that logits(features) are the model's own, else every teacher and every acceptance would be wrong."""
     ids = torch.randint(verifier.facts.vocab_size, (1, 8), generator=torch.Generator().manual_seed(0)).to(verifier.device)
     own = verifier.model(input_ids=ids, use_cache=False).logits.float()
     rebuilt = verifier.logits(verifier.features(ids).last).float()
@@ -253,7 +229,7 @@ def check_rebuilt_logits(verifier: Verifier) -> None:
 
 @torch.no_grad()
 def check_tree_states(verifier: Verifier) -> None:
-    """Prove that a token behind six rejected siblings, in a ragged batch, is what it is in a plain pass (C31, C34)."""
+    """Prove that a token behind six rejected siblings, in a ragged batch, is what it is in a plain pass."""
     ids = torch.randint(verifier.facts.vocab_size, (16,), generator=torch.Generator().manual_seed(1)).to(verifier.device)
     plain = verifier.features(ids[None, :8]).last[0].float()
     lengths, decoys = (6, 3), ids[8:14]

@@ -14,11 +14,13 @@ from small_runs import make_run, verifier_folder  # noqa: F401  (fixtures)
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headstart.heads.base import Batch, DraftHead
+from headstart.heads.base import DraftHead
+from headstart.heads.batch import Batch
 from headstart.heads.eagle1 import Eagle1Config, Eagle1Head
 from headstart.heads.eagle3 import Eagle3Config, Eagle3Head
 from headstart.heads.medusa import MedusaConfig, MedusaHead
-from headstart.heads.mtp import MtpConfig, MtpHead, new_mtp
+from headstart.heads.mtp import new_mtp
+from headstart.heads.mtp_base import MtpConfig, MtpHead
 from headstart.heads.verifier import Features, Verifier
 
 torch.set_num_threads(1)

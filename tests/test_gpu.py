@@ -11,7 +11,8 @@ from headstart.evaluation.decode import speculate
 from headstart.evaluation.evaluate import Evaluator, Prompt
 from headstart.evaluation.lossless import own_text
 from headstart.evaluation.tree import AnyTree, DynamicTree, StaticTree, chain
-from headstart.heads.base import Batch, DraftHead
+from headstart.heads.base import DraftHead
+from headstart.heads.batch import Batch
 from headstart.heads.generate import generate
 from headstart.heads.loading import resolve_dtype
 from headstart.heads.verifier import Features, Verifier

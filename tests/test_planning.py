@@ -204,3 +204,13 @@ def test_steps_of_epochs_without_a_tokenizer_are_counted_at_the_longest(tmp_path
     ended: Ended = headstart("train", tmp_path / "recipe.yaml", "--dry-run", "--json")
     assert "cannot be loaded" in json.loads(ended.out)["not_probed"]
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("answers", ["keep", "regenerate"])
+def test_tokens_of_epochs_are_those_of_the_samples(answers: str, tmp_path: Path, chats: Path, verifier_folder: Path) -> None:
+    """A byte is a token: <user>, the question, the end; <assistant>, then the file's answer and its end, or the longest one."""
+    opened = [len(f"<user>what is {i}?") + 1 + len("<assistant>") for i in range(20)]
+    each = [size - len("<assistant>") + len("<assistant>it is it") + 1 if answers == "keep" else size + 5 for size in opened]
+    assert len(set(each)) == 2  # numbers of one digit and of two: which are held out decides the mean a little
+    _, found = plan(written(tmp_path, chats, epochs=3), f"data.answers={answers}", "data.answer_tokens=5")
+    assert 3 * 18 * min(each) <= found["tokens"] <= 3 * 18 * max(each)

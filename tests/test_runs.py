@@ -127,6 +127,27 @@ def test_case_56_a_head_for_a_verifier_with_an_adapter(
     assert refused("eval", run) == f"adapter {lora}: no such folder"
 
 
+def test_the_quality_of_an_adapted_verifier_is_told_of_the_files_answers_where_they_are_kept(
+    write: Build, base: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    trained = headstart("train", write(head__adapter=LEARNED, data__answers="keep"), "--run-folder", run)
+    assert trained.code == 0, trained.err
+    original = AutoModelForCausalLM.from_pretrained(base)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
+    nll, count = 0.0, 0
+    for row in (row for row in ROWS if row["split"] == "holdout"):
+        ids = tokenizer.apply_chat_template(row["messages"], return_tensors="pt")["input_ids"]
+        size = len(row["messages"][1]["content"]) + 1  # a token a byte, and the end of the turn
+        with torch.no_grad():
+            log_p = original(ids).logits[0, -size - 1 : -1].double().log_softmax(-1)
+        nll -= log_p.gather(1, ids[0, -size:, None]).sum().item()
+        count += size
+    kept = evaluated(run)["verifier_quality"]
+    assert kept["tokens"] == count
+    assert kept["before"]["perplexity"] == pytest.approx(torch.tensor(nll / count).exp().item(), rel=1e-4)
+
+
 def test_medusa_2_from_recipe_to_export(write: Build, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     trained = headstart("train", write(head__adapter=LEARNED), "--run-folder", run)

@@ -1,4 +1,4 @@
-"""What an engine computes from the tensors of a folder, written from METHODS alone: the other side of the comparison.
+"""What an engine computes from the tensors of a folder, written from the formulas alone: the other side of the comparison.
 
 Shapes: T tokens, d hidden size, n states read, Q draft vocabulary, K drafted tokens.
 """

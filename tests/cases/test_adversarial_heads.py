@@ -13,7 +13,8 @@ from headstart.evaluation.decode import speculate
 from headstart.evaluation.metrics import acceptance
 from headstart.evaluation.sampling import Sampling
 from headstart.evaluation.tree import AnyTree, DynamicTree, StaticTree, chain
-from headstart.heads.base import DraftHead, DraftSession
+from headstart.heads.base import DraftHead
+from headstart.heads.drafter import DraftSession
 from headstart.heads.generate import generate
 from headstart.heads.verifier import Features, Verifier
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from headstart.evaluation.decode import Decoded, speculate
 from headstart.evaluation.metrics import acceptance
 from headstart.evaluation.tree import AnyTree, DynamicTree, StaticTree, Tree, ancestry, chain
-from headstart.heads.base import DraftHead, DraftSession
+from headstart.heads.base import DraftHead
+from headstart.heads.drafter import DraftSession
 from headstart.heads.generate import generate
 from headstart.heads.verifier import Features, Verifier
 

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from headstart.errors import UserError
 from headstart.heads import losses
-from headstart.heads.base import Batch, DraftHead, target_rows
+from headstart.heads.base import DraftHead, target_rows
+from headstart.heads.batch import Batch
 from headstart.heads.verifier import Features, Verifier
 
 Build = Callable[..., Any]

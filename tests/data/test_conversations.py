@@ -305,7 +305,9 @@ def test_parquet_files_invent_no_keys(tmp_path):
 
 def test_parquet_without_its_package_names_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"x.parquet: reading Parquet needs the package pyarrow: pip install pyarrow$"):
+    with pytest.raises(
+        UserError, match=r"x.parquet: reading Parquet needs the package pyarrow: pip install 'headstart\[data\]'$"
+    ):
         read(write(tmp_path, "x.parquet", ""))
 
 

@@ -12,9 +12,9 @@ from headstart.data.features import compute
 from headstart.evaluation import parity
 from headstart.evaluation.diagnosis import Check, Diagnosis
 from headstart.evaluation.doctor import examine
+from headstart.evaluation.provenance_file import Provenance
 from headstart.evaluation.record import made_with, template_digest
-from headstart.evaluation.run_folder import Provenance
-from headstart.heads import generate, medusa, mtp, recurrent
+from headstart.heads import generate, medusa, mtp_parallel, recurrent
 from headstart.heads.base import DraftHead
 from headstart.heads.cache import Ancestry
 from headstart.heads.eagle3 import Eagle3Head
@@ -273,7 +273,7 @@ def test_a_norm_before_instead_of_after(kind: str, verifier: Verifier, build: An
 
 
 def test_a_norm_left_out_in_decoding(verifier: Verifier, build: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(mtp.ParallelSession, "__init__", without_norm(mtp.ParallelSession.__init__))
+    monkeypatch.setattr(mtp_parallel.ParallelSession, "__init__", without_norm(mtp_parallel.ParallelSession.__init__))
     found = first(build("mtp")(verifier, "parallel"), verifier)
     assert (found.name, found.cause, found.depth) == ("drafts", "norm order", 1)
     assert "without mtp.0.norm" in found.note

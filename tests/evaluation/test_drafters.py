@@ -16,7 +16,7 @@ from headstart.evaluation.lookahead import Lookahead
 from headstart.evaluation.ngrams import PromptLookup
 from headstart.evaluation.sampling import Sampling
 from headstart.evaluation.tree import AnyTree, DynamicTree, StaticTree, chain
-from headstart.heads.base import Drafter
+from headstart.heads.drafter import Drafter
 from headstart.heads.generate import generate
 from headstart.heads.truncated import first_layers
 from headstart.heads.verifier import Features, Verifier

@@ -19,7 +19,7 @@ from headstart.evaluation.ngrams import LookupSession, PromptLookup
 from headstart.evaluation.sampling import Sampling
 from headstart.evaluation.tiny import PROMPT, VOCAB, plain_joint, speculative_joint, tiny_heads, tiny_verifier
 from headstart.evaluation.tree import AnyTree, DynamicTree, StaticTree, chain
-from headstart.heads.base import Drafter
+from headstart.heads.drafter import Drafter
 from headstart.heads.generate import generate
 from headstart.heads.verifier import Verifier
 

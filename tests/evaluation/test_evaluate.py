@@ -15,7 +15,8 @@ from headstart.evaluation.evaluate import Evaluator, Prompt, pieces
 from headstart.evaluation.look import look
 from headstart.evaluation.sampling import GREEDY, Sampling
 from headstart.evaluation.tree import AnyTree, DynamicTree, StaticTree, chain
-from headstart.heads.base import Batch, DraftHead
+from headstart.heads.base import DraftHead
+from headstart.heads.batch import Batch
 from headstart.heads.generate import generate
 from headstart.heads.verifier import Features, Verifier
 

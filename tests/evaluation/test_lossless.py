@@ -70,7 +70,7 @@ def test_the_proof_holds(gates: list[lossless.Gate]) -> None:
 
 
 def test_controls_are_caught_as_the_methods_say() -> None:
-    """METHODS: over 6 tokens, 3 children and 60 pairs .287, .231, .103 and .014; the pairs there are others."""
+    """Known values: over 6 tokens, 3 children and 60 pairs .287, .231, .103 and .014; the pairs there are others."""
     stated = {"top-3 tested": 0.287, "drawn, tested": 0.231, "draw 3": 0.103, "independent": 0.014}
     found = {gate.name: gate.value for gate in lossless.one_node(seed=0) if gate.part == "wrong rules"}
     for name, value in stated.items():
@@ -79,7 +79,7 @@ def test_controls_are_caught_as_the_methods_say() -> None:
 
 
 def test_children_without_replacement_are_followed_more_often() -> None:
-    """METHODS: acceptance .836 for the top three, .928 for three drawn ones; the pairs there are others."""
+    """Known values: acceptance .836 for the top three, .928 for three drawn ones; the pairs there are others."""
     generator = torch.Generator().manual_seed(0)
     shares = []
     for _ in range(60):

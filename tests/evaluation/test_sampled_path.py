@@ -16,7 +16,7 @@ Law = tuple[list[Fraction], list[Fraction]]
 
 
 def recursive_rejection(p: list[Fraction], children: list[tuple[int, list[Fraction]]]) -> Law:
-    """METHODS, in fractions: r = p; accept x with probability min(1, r[x] / q[x]), else r = norm((r - q)+)."""
+    """The rule, in fractions: r = p; accept x with probability min(1, r[x] / q[x]), else r = norm((r - q)+)."""
     r, reached, follow = p, Fraction(1), []
     for x, q in children:
         accept = min(Fraction(1), r[x] / q[x])

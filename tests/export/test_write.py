@@ -1,4 +1,4 @@
-"""Exported folders, byte by byte and by a forward pass written here from METHODS: what an engine would draft with them."""
+"""Exported folders, byte by byte and by a forward pass written here from the formulas: what an engine would draft with them."""
 
 import math
 from collections.abc import Callable

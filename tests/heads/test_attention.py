@@ -20,7 +20,7 @@ BENCHMARK = Path(headstart.__file__).parent / "benchmarks" / "ttt_memory.py"
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, documents: list[int]) -> Tensor:
-    """Training-time attention as METHODS states it, for all positions and steps at once.
+    """Training-time attention by its definition, for all positions and steps at once.
 
     q: [K, H, S, D]; k, v: [K, G, S, D], of each step. Query (t, step) sees key (u, 0) for every u <= t of its document, and its
     own keys (t, 1) .. (t, step): a mask of (S · K) by (S · K). Returns [K, H, S, D].

@@ -9,7 +9,8 @@ from exact_rotary import ExactRotary
 
 from headstart.data.chat import Sample
 from headstart.data.packing import collate
-from headstart.heads.base import Batch, DraftHead
+from headstart.heads.base import DraftHead
+from headstart.heads.batch import Batch
 from headstart.heads.cache import within_documents
 from headstart.heads.losses import HeadLoss
 from headstart.heads.verifier import Features, Verifier

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.base import Batch
+from headstart.heads.batch import Batch
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.layers import RotaryPositions
 from headstart.heads.verifier import Features, Verifier

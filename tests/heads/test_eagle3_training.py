@@ -9,7 +9,8 @@ import torch
 from exact_rotary import ExactRotary, turned
 from torch import Tensor, nn
 
-from headstart.heads.base import Batch, target_rows
+from headstart.heads.base import target_rows
+from headstart.heads.batch import Batch
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.verifier import Features, Verifier
 

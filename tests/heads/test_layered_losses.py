@@ -9,7 +9,8 @@ import torch
 from exact_rotary import ExactRotary, turned
 from torch import Tensor, nn
 
-from headstart.heads.base import Batch, DraftHead
+from headstart.heads.base import DraftHead
+from headstart.heads.batch import Batch
 from headstart.heads.losses import chunked_terms
 from headstart.heads.packed import PackedLinear, pack_linears
 from headstart.heads.verifier import Features, Verifier

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.base import Batch, target_rows
+from headstart.heads.base import target_rows
+from headstart.heads.batch import Batch
 from headstart.heads.medusa import MedusaConfig, MedusaHead
 from headstart.heads.verifier import Features, Verifier
 

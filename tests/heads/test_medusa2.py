@@ -18,7 +18,7 @@ from headstart.data.chat import Sample
 from headstart.data.features import OriginalFeatures, compute
 from headstart.data.packing import collate
 from headstart.heads.adapters import new_adapter
-from headstart.heads.base import Batch
+from headstart.heads.batch import Batch
 from headstart.heads.hub import load_head, save_head
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.medusa2 import AdaptedMedusa, Together

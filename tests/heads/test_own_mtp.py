@@ -1,4 +1,4 @@
-"""MTP heads that start from the verifier's own modules, against transformers' decoder layers around METHODS' formula."""
+"""MTP heads that start from the verifier's own modules, against transformers' decoder layers around the paper's formula."""
 
 import json
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Rot
 
 from headstart.build_heads import build_mtp
 from headstart.errors import UserError
-from headstart.heads.base import Batch
-from headstart.heads.mtp import MtpHead
+from headstart.heads.batch import Batch
+from headstart.heads.mtp_base import MtpHead
 from headstart.heads.verifier import Verifier
 from headstart.training.sections.head import MtpSection
 

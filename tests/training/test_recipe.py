@@ -219,7 +219,7 @@ def test_one_fault(write: Any, line: str, message: str) -> None:
         ("head: {kind: eagle3, layers: []}", "head.layers: must have at least 1 item, got []"),
         ("head: {kind: eagle3, layers: [2, -3]}", "head.layers.1: must be at least 0, got -3"),
         ("head: {kind: eagle3, layers: [-3]}", "head.layers.0: must be at least 0, got -3"),
-        ("verifier: {}", "verifier.model: missing; hub id, folder, or builtin:smollm2-135m"),
+        ("verifier: {}", "verifier.model: missing; hub id, folder, .gguf file or builtin:smollm2-135m"),
         ("verifier: {model: ''}", "verifier.model: must not be empty"),
         (
             "verifier: {model: builtin:smollm2}",
@@ -316,7 +316,7 @@ lerning_rate: 1
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, ["evaluation.batch=0", "training.seed=x"])
     assert str(caught.value).splitlines() == [
-        "my.yaml:1: verifier.model: missing; hub id, folder, or builtin:smollm2-135m",
+        "my.yaml:1: verifier.model: missing; hub id, folder, .gguf file or builtin:smollm2-135m",
         "my.yaml:1: data: missing; a section that lists the training files",
         "my.yaml:2: verifier.modl: unknown key; did you mean 'model'?",
         "my.yaml:4: head.depth: must be at least 1, got 0",

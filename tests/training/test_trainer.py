@@ -20,7 +20,8 @@ from headstart.heads.hub import load_head
 from headstart.heads.losses import HeadLoss
 from headstart.training import trainer
 from headstart.training.strategies.plain import Plain
-from headstart.training.trainer import Settings, Window, due, fit, make_optimizers, rate, step
+from headstart.training.trainer import Settings, due, fit, make_optimizers, rate, step
+from headstart.training.window import Window
 
 SETTINGS = Settings(
     optimizer="adamw", learning_rate=1e-3, warmup=0.1, schedule="cosine", weight_decay=0.01, betas=(0.9, 0.95), clip=0.5,

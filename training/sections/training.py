@@ -49,7 +49,9 @@ class TrainingSection(Section):
     learning_rate: float = Field(gt=0, description="the highest learning rate, such as 1.0e-3 (Medusa) or 1.0e-4 (EAGLE-3)")
     schedule: Literal["cosine", "constant"] = Field(default="cosine", description="the learning rate after the warm-up")
     warmup: float = Field(default=0.1, ge=0, lt=1, description="share of the steps")
-    weight_decay: float = Field(default=0.0, ge=0, description="of AdamW")
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="of AdamW and Muon: share of the weights, times the rate, a step"
+    )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.95), strict=False, description="of AdamW"
     )

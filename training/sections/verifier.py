@@ -11,7 +11,7 @@ from .builtin import BUILTIN_VERIFIERS, known_builtin
 class VerifierSection(Section):
     """The frozen model that the head drafts for."""
 
-    model: str = Field(min_length=1, description="hub id, folder, or builtin:smollm2-135m")
+    model: str = Field(min_length=1, description="hub id, folder, .gguf file or builtin:smollm2-135m")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="bfloat16",
         description="of the verifier's weights; auto is bfloat16 where the device multiplies in it, float32 elsewhere",

@@ -9,11 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from ...errors import UserError
-from ...heads.base import Batch, DraftHead, build_head
+from ...heads.base import DraftHead, build_head
+from ...heads.batch import Batch
 from ...heads.losses import HeadLoss
 from ...heads.verifier import Features, Verifier
 from ...ranks import is_first, world
@@ -30,6 +31,10 @@ class Strategy(ABC):
     @abstractmethod
     def start(self, head: DraftHead, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         """Take over a whole head, the same on all processes; make its optimizers once its weights lie where they shall be."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What the optimizers hold, by name."""
+        return {name: p for name, p in self.head.named_parameters() if p.requires_grad}
 
     @abstractmethod
     def loss(self, batch: Batch, features: Features, verifier: Verifier) -> HeadLoss:

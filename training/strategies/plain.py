@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from ...heads.base import Batch, DraftHead
+from ...heads.base import DraftHead
+from ...heads.batch import Batch
 from ...heads.losses import HeadLoss
 from ...heads.verifier import Features, Verifier
 from ...ranks import world
@@ -28,10 +29,6 @@ class Plain(Strategy):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """What the optimizers hold, by name."""
-        return {name: p for name, p in self.head.named_parameters() if p.requires_grad}
 
     def sum_gradients(self) -> None:
         if world() > 1:

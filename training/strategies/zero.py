@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import UserError
-from ...heads.base import Batch, DraftHead
+from ...heads.base import DraftHead
+from ...heads.batch import Batch
 from ...heads.losses import HeadLoss
 from ...heads.verifier import Features, Verifier
 from ...ranks import rank, world
@@ -81,9 +82,6 @@ class Zero(Strategy):
         norm = float(self.engine.get_global_grad_norm())
         check_finite(norm, number)
         return norm
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.head.named_parameters() if p.requires_grad}
 
     def weights(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param

@@ -128,7 +128,7 @@ def write_recipe(verifier: Path, tmp_path: Path) -> Callable[..., Path]:
         }  # fmt: skip
         for name, value in changes.items():
             section, _, key = name.partition("__")
-            recipe[section] |= {key: value}
+            recipe[section] = recipe[section] | {key: value}  # HEADS stay as they are
         path = folder / f"{kind}.yaml"
         path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
         return path

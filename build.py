@@ -62,10 +62,7 @@ def build_prompts(verifier: Verifier, conversations: Sequence[Conversation], lim
     """Held-out prompts: each conversation up to its last question."""
     prompts = []
     for conversation in spread(conversations, limit):
-        messages = list(conversation.messages)
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        if messages:
+        if messages := conversation.asked:
             ids = prompt_ids(verifier.tokenizer, messages, conversation.tools)
             prompts.append(Prompt(ids, conversation.id, conversation.category, str(messages[-1]["content"])))
     if not prompts:

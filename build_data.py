@@ -74,10 +74,13 @@ def build_sources(section: SourceSection) -> list[Source]:
     return [file_source(path, columns) for path in paths]
 
 
-def held_out(recipe: Recipe) -> Sequence[Conversation]:
-    """What the recipe is judged on: the files it names for that, else what it holds out of its training files."""
+def held_out(recipe: Recipe, conversations: Conversations | None = None) -> Sequence[Conversation]:
+    """What the recipe is judged on: the files it names for that, else what it holds out of its training files.
+
+    conversations: those of the recipe, where they are read already.
+    """
     if not recipe.evaluation.prompt_files:
-        return build_conversations(recipe).holdout
+        return (conversations or build_conversations(recipe)).holdout
     paths = [path for name in recipe.evaluation.prompt_files for path in prompt_paths(Path(name).expanduser())]
     skips = Skips()
     found = list(read_conversations(paths, skips))

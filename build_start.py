@@ -5,21 +5,11 @@ from pathlib import Path
 from .errors import UserError
 from .export.contracts.folder import read_config
 from .export.read import read_head
-from .heads.base import DraftHead, check_fits
+from .heads.base import LEARNING, DraftHead, check_fits
 from .heads.hub import load_head
 from .heads.verifier import Verifier
 from .training.sections.head import HeadSection
 
-LEARNING = (
-    "depth",
-    "decay",
-    "targets",
-    "loss",
-    "cross_entropy",
-    "top_tokens",
-    "noise",
-    "noise_by_length",
-)  # what a recipe may change of such a head
 RECIPES_OWN = {"kind", "start", "adapter"}  # fields that no head's configuration has
 
 

@@ -12,7 +12,7 @@ from scipy import stats
 from . import __version__
 from .errors import UserError
 from .evaluation.evaluation_file import Result
-from .evaluation.run_folder import Run, read_provenance
+from .evaluation.run_folder import PROVENANCE, Run, read_provenance
 from .export.layout import Export, is_local
 
 KINDS = {"medusa": "Medusa", "eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "mtp": "Multi-token prediction"}
@@ -70,7 +70,7 @@ def hashes(run: Run) -> dict[str, str]:
     """What the head came from. Weights of the verifier, samples and recipe by their hashes."""
     made = read_provenance(run.folder)
     if made is None:
-        raise UserError(f"{run.folder / 'provenance.json'} is missing; `headstart train` writes it (a finished run is not "
+        raise UserError(f"{run.folder / PROVENANCE} is missing; `headstart train` writes it (a finished run is not "
                         "trained again)")  # fmt: skip
     data = made.data
     return {

@@ -12,7 +12,7 @@ from .build_features import build_layout, store_key
 from .build_heads import needed_layers
 from .data.answer_store import AnswerStore
 from .data.answers import has_answer
-from .data.chat import Sample, prompt_ids, sample_of, truncate
+from .data.chat import Sample, counts, prompt_ids, sample_of, truncate
 from .data.conversations import Conversation
 from .data.features import compute
 from .data.manifest import check_folder
@@ -26,7 +26,6 @@ from .heads.builtin import cache_folder
 from .heads.generate import generate
 from .heads.packed import PackedLinear
 from .heads.verifier import Verifier
-from .preparing import counts
 from .training.recipe import Recipe
 from .training.sections.features import StoredSection
 
@@ -100,9 +99,7 @@ def plan_answers(recipe: Recipe, verifier: Verifier, conversations: Sequence[Con
     def answered(conversation: Conversation) -> Sample:
         if answers.mode == "complete" and has_answer(conversation):
             return sample_of(tokenizer, conversation)
-        messages = list(conversation.messages)
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
+        messages = conversation.asked
         ids = prompt_ids(tokenizer, messages, conversation.tools)
         answer = store.get(ids)
         if answer is None:

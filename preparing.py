@@ -7,7 +7,7 @@ from typing import Any
 from .build import build_verifier
 from .build_data import build_conversations, build_samples, render_samples
 from .build_features import fill_features
-from .data.chat import Sample
+from .data.chat import Sample, counts
 from .data.store import shard_files
 from .heads.loading import load_tokenizer
 from .training.recipe import Recipe
@@ -35,12 +35,3 @@ def prepare(recipe: Recipe) -> dict[str, Any]:
         sizes = [stat.st_size for _, stat in shard_files(folder)]
         result["stored"] = {"folder": str(folder), "shards": len(sizes), "bytes": sum(sizes)}
     return result
-
-
-def counts(training: Iterable[Sample]) -> dict[str, int]:
-    samples, tokens, supervised = 0, 0, 0
-    for sample in training:
-        samples += 1
-        tokens += len(sample.ids)
-        supervised += sum(sample.mask)
-    return {"samples": samples, "tokens": tokens, "supervised": supervised}

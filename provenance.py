@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .data.chat import Sample
+from .data.chat import Sample, counts
 from .evaluation.record import template_digest
 from .heads.verifier import Verifier
 
@@ -14,15 +14,15 @@ def provenance(verifier: Verifier, samples: Sequence[Sample]) -> dict[str, Any]:
     """verifier: its name and the hash of its weights; template: SHA-256 of the chat template; data: counts, and SHA-256 of
     every sample's ids and mask in order."""
     digest = hashlib.sha256()
-    for sample in samples:
-        digest.update(json.dumps([list(sample.ids), [int(m) for m in sample.mask]]).encode())
+
+    def read() -> Iterator[Sample]:
+        for sample in samples:
+            digest.update(json.dumps([list(sample.ids), [int(m) for m in sample.mask]]).encode())
+            yield sample
+
+    counted = counts(read())
     return {
         "verifier": {"name": verifier.name, "fingerprint": verifier.fingerprint},
         "template": template_digest(verifier),
-        "data": {
-            "samples": len(samples),
-            "tokens": sum(len(sample.ids) for sample in samples),
-            "supervised": sum(sum(sample.mask) for sample in samples),
-            "sha256": digest.hexdigest(),
-        },
+        "data": counted | {"sha256": digest.hexdigest()},
     }

@@ -2,29 +2,26 @@
 
 import tempfile
 from pathlib import Path
-from typing import Literal
-
-import torch
 
 from .card import model_card
 from .errors import UserError
 from .evaluation import plots
 from .evaluation.report import training_curves
 from .evaluation.run_folder import Run, read_run
-from .export.layout import Order, needs_name, public_name
+from .export.layout import needs_name
 from .export.leaks import leaks
 from .export.upload import check_repo, upload
 from .export.verify import verify
 from .export.write import write_export
 from .progress import say
-from .runs import open_run
+from .shipping import Dtype, order_of
 
 
 def push_run(
     run_folder: Path,
     engine: str,
     repo: str,
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    dtype: Dtype = "float32",
     verifier_name: str | None = None,
     license: str = "other",
     public: bool = False,
@@ -37,13 +34,12 @@ def push_run(
     """
     check_repo(repo)
     run = read_run(run_folder)  # before any model is loaded
-    _, head, verifier = open_run(run_folder)
-    order = Order(head, verifier, public_name(verifier, verifier_name), getattr(torch, dtype))
-    name = needs_name(order, engine)
+    order = order_of(run_folder, dtype, verifier_name)
+    head, name = order.head, needs_name(order, engine)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / repo.rpartition("/")[2]
         export = write_export(order, engine, folder)
-        if broken := verify(folder, engine, head, verifier).broken:
+        if broken := verify(folder, engine, head, order.verifier).broken:
             raise UserError(f"{engine} would misread this export: {broken[0]}")
         card = model_card(run, export, name, license)
         (folder / "README.md").write_text(card, encoding="utf-8")

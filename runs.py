@@ -7,6 +7,7 @@ from typing import Any
 
 from .build import build_judge
 from .errors import UserError
+from .evaluation.run_folder import PROVENANCE
 from .heads.base import DraftHead, check_fits
 from .heads.files import check_writable, write_text
 from .heads.hub import load_head
@@ -16,7 +17,6 @@ from .progress import say
 from .training.recipe import Recipe, load_recipe, recipe_yaml
 from .training.sections.head import MedusaSection
 
-PROVENANCE = "provenance.json"  # in a run folder: what its head was made of and trained on
 START = "start"  # in a run folder: an imported head that training goes on from
 FREE = {  # sections and fields that may change while a run goes on: how it is computed, looked at and judged
     "evaluation", "tracking", "training.strategy", "training.fsdp", "training.deepspeed", "training.accumulation",

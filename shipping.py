@@ -24,17 +24,18 @@ from .training.sections.head import Eagle1Section, Eagle3Section, MedusaSection
 SECTIONS: dict[str, type[Section]] = {"eagle1": Eagle1Section, "eagle3": Eagle3Section, "medusa": MedusaSection}
 
 
-def export_run(
-    run_folder: Path,
-    engine: str,
-    output: Path,
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-    verifier_name: str | None = None,
-) -> None:
-    """Write the run's head as `engine` loads it. verifier_name: its hub id, where the recipe has a folder or a builtin."""
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def order_of(run_folder: Path, dtype: Dtype, verifier_name: str | None) -> Order:
+    """What is to be exported of a run. verifier_name: its hub id, where the recipe has a folder or a builtin."""
     _, head, verifier = open_run(run_folder)
-    name = public_name(verifier, verifier_name)
-    export = write_export(Order(head, verifier, name, getattr(torch, dtype)), engine, output)
+    return Order(head, verifier, public_name(verifier, verifier_name), getattr(torch, dtype))
+
+
+def export_run(run_folder: Path, engine: str, output: Path, dtype: Dtype = "float32", verifier_name: str | None = None) -> None:
+    """Write the run's head as `engine` loads it. verifier_name: as for `order_of`."""
+    export = write_export(order_of(run_folder, dtype, verifier_name), engine, output)
     say(f"{output}: a head for {export.engine}; how to serve it is in {output / 'SERVING.md'}")
 
 

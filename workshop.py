@@ -9,7 +9,7 @@ from .build_features import fill_features
 from .build_heads import needed_layers
 from .build_start import read_start
 from .build_strategy import build_training_verifier
-from .data.chat import Sample
+from .data.chat import Sample, counts
 from .data.conversations import Conversation
 from .data.features import FeatureSource
 from .evaluation.evaluate import Evaluator
@@ -37,7 +37,7 @@ def open_workshop(recipe: Recipe) -> Workshop:
     """Load the verifier, read the conversations, have them answered."""
     with in_turn():
         conversations = build_conversations(recipe)  # files first: they are the likelier mistake and cost nothing
-        holdout = held_out(recipe) if recipe.evaluation.prompt_files else conversations.holdout
+        holdout = held_out(recipe, conversations)
     verifier = build_training_verifier(recipe)
     read_start(recipe.head, verifier)  # a head that cannot go on shows before the verifier has answered for hours
     with leading(verifier) as leads:  # what the first process has the verifier answer, the others find stored
@@ -50,8 +50,8 @@ def open_workshop(recipe: Recipe) -> Workshop:
     fill_features(features)  # each with a verifier of its own, the processes share the work
     for line in conversations.skips.summary(conversations.skips.read):
         say(f"left out: {line}")
-    tokens, learned = sum(len(s.ids) for s in samples), sum(sum(s.mask) for s in samples)
-    say(f"training on {len(samples)} samples: {tokens} tokens, {learned} supervised")
+    counted = counts(samples)
+    say(f"training on {counted['samples']} samples: {counted['tokens']} tokens, {counted['supervised']} supervised")
     if found := check_author(recipe, samples, features):
         say(f"the verifier would choose {found.share:.1%} of {found.tokens} supervised tokens itself")
         if found.warning:

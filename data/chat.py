@@ -35,6 +35,16 @@ class Sample:
         return any(self.mask)
 
 
+def counts(samples: Iterable[Sample]) -> dict[str, int]:
+    """How many samples, tokens and supervised tokens, in one pass: samples may lie on disk."""
+    number, tokens, supervised = 0, 0, 0
+    for sample in samples:
+        number += 1
+        tokens += len(sample.ids)
+        supervised += sum(sample.mask)
+    return {"samples": number, "tokens": tokens, "supervised": supervised}
+
+
 def prompt_ids(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: list | None = None) -> list[int]:
     """The ids to generate from: the messages and the generation prompt. Raises UserError if the template refuses."""
     return _tokenize(tokenizer, render_text(tokenizer, list(messages), tools, prompt=True))

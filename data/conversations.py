@@ -30,6 +30,14 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     cut_short: bool = False  # the last answer was stopped by a limit: what ends its turn is not the verifier's
 
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """The messages up to the last question."""
+        messages = list(self.messages)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        return messages
+
 
 def read_conversations(sources: Sequence[Path | str | Source], skips: Skips, on_bad: OnBad = "error") -> Iterator[Conversation]:
     """Read JSON lines, JSON arrays, Parquet, CSV, text (one prompt a line) or datasets, row by row, in the order given.

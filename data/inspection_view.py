@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from ..heads.files import write_text
+from ..templates import html_environment
 from .inspection import Example, Inspection
 
 
@@ -60,16 +60,13 @@ def caption(example: Example) -> str:
 
 def write_page(inspection: Inspection, path: Path) -> None:
     """Write the page. Raises UserError when it cannot be written."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("inspection.html.j2").render(
-        lines=list(lines(inspection)),
-        examples=[(caption(one), one.runs) for one in inspection.examples],
-        warning=inspection.agreement and inspection.agreement.warning,
+    page = (
+        html_environment(Path(__file__).parent)
+        .get_template("inspection.html.j2")
+        .render(
+            lines=list(lines(inspection)),
+            examples=[(caption(one), one.runs) for one in inspection.examples],
+            warning=inspection.agreement and inspection.agreement.warning,
+        )
     )
     write_text(path, page)

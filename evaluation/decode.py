@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..heads.batch import take_rows
 from ..heads.cache import RaggedCache
 from ..heads.drafter import Beside, Drafter, DraftSession
 from ..heads.verifier import Features, Verifier
@@ -161,7 +162,7 @@ def rounds(
         else:
             cache.commit(path[:, : max(counts)], counts)
         path, path_ids = path[:, : max(counts)], path_ids[:, : max(counts)]
-        features = Features(pick(features.last, path), pick(features.layers, path))
+        features = Features(take_rows(features.last, path), take_rows(features.layers, path))
         next_ids = torch.cat([path_ids[:, 1:], root[:, None]], 1).scatter(1, accepted[:, None], root[:, None])
         yield emitted
 
@@ -222,7 +223,3 @@ def record(
         done[row].rounds.append(Round(context, emitted, drafted))
         total += emitted
     return total
-
-
-def pick(x_BNd: Tensor, path_BP: Tensor) -> Tensor:
-    return x_BNd.gather(1, path_BP[:, :, None].expand(-1, -1, x_BNd.shape[-1]))

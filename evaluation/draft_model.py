@@ -12,25 +12,17 @@ from torch import Tensor
 from ..errors import UserError
 from ..heads.batch import Batch, shifted
 from ..heads.cache import Ancestry
-from ..heads.drafter import Drafter, DraftSession
+from ..heads.drafter import DraftSession, FreeDrafter
 from ..heads.verifier import Features, Verifier
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(FreeDrafter):
     """Raises UserError where the draft model writes other tokens than the verifier."""
 
     def __init__(self, model: Verifier, verifier: Verifier) -> None:
         check_vocabulary(model, verifier)
         self.model = model
         self.target_ids = torch.arange(min(model.facts.vocab_size, verifier.facts.vocab_size), device=verifier.device)
-
-    @property
-    def needs(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def depth(self) -> None:
-        return None
 
     def log_q(self, states: Tensor) -> Tensor:
         return self.model.logits(states)[..., : len(self.target_ids)].float().log_softmax(-1)

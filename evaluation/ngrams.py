@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..heads.batch import Batch
-from ..heads.drafter import Drafter, DraftSession
+from ..heads.drafter import DraftSession, FreeDrafter
 from ..heads.verifier import Features, Verifier
 
 NOTHING = float("-inf")
@@ -111,21 +111,13 @@ class NgramSession(DraftSession):
         return self.trie.log_q(state)
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(FreeDrafter):
     """A drafter without states, without a limit of depth and without a distribution."""
 
     certain: ClassVar[bool] = True
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.target_ids = torch.arange(vocab_size, device=device)
-
-    @property
-    def needs(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def depth(self) -> None:
-        return None
 
     def first_draft(self, batch: Batch, features: Features, verifier: Verifier, where: Tensor) -> None:
         return None

@@ -18,7 +18,7 @@ from ..data.chat import Sample
 from ..data.features import compute
 from ..data.packing import collate
 from ..heads.base import DraftHead
-from ..heads.batch import Batch, shifted
+from ..heads.batch import Batch, shifted, take_rows
 from ..heads.generate import generate_with_features
 from ..heads.verifier import Features, Verifier
 
@@ -78,7 +78,7 @@ def trace(head: DraftHead, verifier: Verifier, texts: Texts, depths: int, stride
         steps = [strides[(turn + row) % len(strides)] if turn else texts.starts[row] for row in rows]
         counts = [min(step, ends[row] - shown[row]) for row, step in zip(rows, steps, strict=True)]
         index = torch.tensor([[min(shown[row] + i, ends[row]) for i in range(max(counts))] for row in rows], device=ids.device)
-        features = Features(take(texts.decoded.last[rows], index), take(texts.decoded.layers[rows], index))
+        features = Features(take_rows(texts.decoded.last[rows], index), take_rows(texts.decoded.layers[rows], index))
         log_q = session.observe(features, ids[rows].gather(1, index + 1), counts)
         for row, number in zip(rows, counts, strict=True):
             shown[row] += number
@@ -92,10 +92,6 @@ def trace(head: DraftHead, verifier: Verifier, texts: Texts, depths: int, stride
         if len(going) < len(rows):
             session.keep_rows(going)
             rows = [rows[i] for i in going]
-
-
-def take(x_BTd: Tensor, index_BN: Tensor) -> Tensor:
-    return x_BTd.gather(1, index_BN[:, :, None].expand(-1, -1, x_BTd.shape[-1]))
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..heads.base import DraftHead
+from ..heads.base import LEARNING, DraftHead
 from ..heads.verifier import Verifier
 from .diagnosis import Check
 from .provenance_file import MadeWith, Provenance
 
-LEARNING = ("decay", "depth", "loss", "targets", "cross_entropy", "top_tokens", "noise", "noise_by_length", "weight")
 CAUSES = {
     "layers": "layer ids", "fc_norm": "norm order", "norm_output": "norm order", "rms_norm_eps": "norm order",
     "rope_parameters": "positions", "max_position_embeddings": "positions", "draft_vocab_size": "vocabulary map",

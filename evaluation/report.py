@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 from .. import __version__
 from ..errors import UserError
 from ..heads.files import write_bytes, write_text
+from ..templates import html_environment
 from . import analysis_plots, plots
 from .evaluation_file import Result, Slice
 from .plots import Series
@@ -151,13 +152,7 @@ def parts_of(result: Result) -> dict[str, float]:
 
 
 def environment() -> Environment:
-    env = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    env = html_environment(Path(__file__).parent)
     env.filters |= {"fixed": fixed, "count": "{:,}".format, "short": short, "duration": duration}
     return env
 

@@ -13,12 +13,13 @@ from .evaluation_file import Evaluation, Result
 from .plots import elide
 from .provenance_file import Provenance
 
+PROVENANCE = "provenance.json"
 WRITERS = {
     "recipe.yaml": "a run folder has one: `headstart train` writes it",
     "metrics.jsonl": "`headstart train` writes it",
     "evaluation.json": "`headstart eval` writes it",
 }
-REMEDIES = WRITERS | {"analysis.json": "`headstart analyse` writes it", "provenance.json": "`headstart train` writes it"}
+REMEDIES = WRITERS | {"analysis.json": "`headstart analyse` writes it", PROVENANCE: "`headstart train` writes it"}
 
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
@@ -107,7 +108,7 @@ def read_run(folder: Path) -> Run:
 
 def read_provenance(folder: Path) -> Provenance | None:
     """None where the head was not trained here."""
-    path = folder / "provenance.json"
+    path = folder / PROVENANCE
     return parse(Provenance, read_text(path), str(path)) if path.exists() else None
 
 

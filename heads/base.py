@@ -21,6 +21,9 @@ from .layers import DecoderLayer, RotaryPositions
 from .losses import HeadLoss
 from .verifier import Features, Verifier
 
+# what a config says of how a head learns, not of what it is made of
+LEARNING = ("depth", "decay", "targets", "loss", "cross_entropy", "top_tokens", "noise", "noise_by_length", "weight")
+
 
 class HeadConfig(BaseModel):
     """Everything needed to rebuild a head's modules; saved beside its weights."""

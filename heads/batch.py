@@ -50,3 +50,8 @@ def shifted(x: Tensor, by: int, fill: Any) -> Tensor:
     if by < x.shape[1]:
         out[:, : x.shape[1] - by] = x[:, by:]
     return out
+
+
+def take_rows(x_BTd: Tensor, rows_BR: Tensor) -> Tensor:
+    """Of each sequence the positions asked for: [B, R, d]."""
+    return x_BTd.gather(1, rows_BR[:, :, None].expand(-1, -1, x_BTd.shape[-1]))

@@ -105,3 +105,15 @@ class Drafter(ABC):
     @abstractmethod
     def begin(self, verifier: Verifier, batch: int, capacity: int) -> DraftSession:
         """Start drafting for `batch` sequences of at most `capacity` tokens."""
+
+
+class FreeDrafter(Drafter):
+    """One that reads none of the verifier's layers and drafts as deep as it is asked to."""
+
+    @property
+    def needs(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def depth(self) -> None:
+        return None

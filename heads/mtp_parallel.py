@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from .base import check_fits
-from .batch import Batch
+from .batch import Batch, take_rows
 from .cache import RaggedCache, additive
 from .drafter import LevelSession
 from .layers import attend
 from .mtp_base import MtpConfig, MtpHead
-from .recurrent import take_rows
 from .verifier import Features, Verifier
 
 

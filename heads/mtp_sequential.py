@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from .base import check_fits
-from .batch import Batch
+from .batch import Batch, take_rows
 from .cache import Ancestry, RaggedCache, additive, visible
 from .drafter import DraftSession
 from .layers import attend
 from .mtp_base import MtpConfig, MtpHead
-from .recurrent import take_rows
 from .verifier import Features, Verifier
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .attention import Sight, attend_with_own, sight
 from .base import DraftHead, check_fits, columns_of
-from .batch import Batch
+from .batch import Batch, take_rows
 from .cache import Ancestry, RaggedCache, additive, visible
 from .drafter import DraftSession
 from .layers import DecoderLayer, RotaryPositions, attend
@@ -121,10 +121,6 @@ def padded_positions(queries: Tensor) -> Tensor:
     counts = queries.sum(1)
     order = torch.argsort(queries.int(), dim=1, descending=True, stable=True)[:, : int(counts.max())]
     return torch.where(torch.arange(order.shape[1], device=order.device) < counts[:, None], order, -1)
-
-
-def take_rows(x_BTd: Tensor, rows_BR: Tensor) -> Tensor:
-    return x_BTd.gather(1, rows_BR[:, :, None].expand(-1, -1, x_BTd.shape[-1]))
 
 
 class RecurrentSession(DraftSession):

@@ -12,23 +12,27 @@ import typer
 
 from . import cli_trees
 from .cli_options import Json, RunFolder, check_run, show
+from .errors import UserError
 
 app = typer.Typer()
+EvaluationOverrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Of the recipe, such as evaluation.batch=8.")
+]
+DrafterNames = Annotated[
+    list[str] | None,
+    typer.Option(help="head, prompt_lookup, lookahead, hierarchical, truncated:LAYERS or model:MODEL; may be repeated."),
+]
+Trees = Annotated[
+    list[str] | None, typer.Option(help="chain:DEPTH, dynamic:DEPTH,TOP_K,NODES or static:FILE.json; may be repeated.")
+]
 
 
 @app.command(name="eval")
 def evaluate(
     run: RunFolder,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Of the recipe, such as evaluation.batch=8.")
-    ] = None,
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(help="head, prompt_lookup, lookahead, hierarchical, truncated:LAYERS or model:MODEL; may be repeated."),
-    ] = None,
-    tree: Annotated[
-        list[str] | None, typer.Option(help="chain:DEPTH, dynamic:DEPTH,TOP_K,NODES or static:FILE.json; may be repeated.")
-    ] = None,
+    overrides: EvaluationOverrides = None,
+    drafter: DrafterNames = None,
+    tree: Trees = None,
     prompts: Annotated[list[Path] | None, typer.Option(help="A chat file or a folder of them; may be repeated.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -56,21 +60,28 @@ def evaluate(
 @app.command()
 def lossless(
     run: Annotated[Path | None, typer.Argument(help="A run folder, to test its own verifier and head too.")] = None,
+    overrides: EvaluationOverrides = None,
+    drafter: DrafterNames = None,
+    tree: Trees = None,
     tokens: Annotated[int, typer.Option(min=1000, help="Sampled tokens of the run's test; 50,000 take minutes.")] = 50_000,
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of random models, trees and samples.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Prove that decoding with drafts is lossless.
 
+    --drafter and --tree replace the lists of the recipe.
     Exits with 1 when a gate fails: a rule is not exact, a wrong rule is not caught, a text is not the verifier's.
     """
+    asked = [*(overrides or []), *cli_trees.overrides(drafter or [], tree or [], [])]
     if run is not None:
         check_run(run)
+    elif asked:
+        raise UserError("--drafter and --tree: of what run? `headstart lossless RUN --drafter ..`")
     from .judging import lossless
     from .tables import gates_table
 
     with redirect_stdout(sys.stderr):
-        gates = list(lossless(run, tokens, seed))
+        gates = list(lossless(run, tokens, seed, asked))
     show({"gates": [asdict(gate) for gate in gates]} if as_json else gates_table(gates))
     if not all(gate.passed for gate in gates):
         raise typer.Exit(1)

@@ -16,7 +16,7 @@ from .evaluation.analysis_file import Analysis
 from .evaluation.diagnosis import Diagnosis
 from .evaluation.doctor import examine
 from .evaluation.evaluate import Evaluator, Prompt
-from .evaluation.lossless import Gate, own_proof, proof
+from .evaluation.lossless import Drafters, Gate, own_proof, proof
 from .evaluation.parity import write_texts
 from .evaluation.quality import quality
 from .evaluation.run_folder import logged_accuracy, read_provenance, read_run
@@ -66,23 +66,28 @@ def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop
     return evaluation
 
 
-def lossless(run_folder: Path | None, tokens: int, seed: int = 0) -> Iterator[Gate]:
-    """Prove the verification rules, and with a run folder that its own verifier and head are decoded without loss."""
-    judges: list[Evaluator] = []
+def lossless(run_folder: Path | None, tokens: int, seed: int = 0, overrides: Sequence[str] = ()) -> Iterator[Gate]:
+    """Prove the verification rules, and with a run folder that its own verifier is decoded without loss, by every drafter and
+    tree of the recipe, at its temperatures above 0 (1 where it has none)."""
+    judges: list[tuple[Evaluator, Drafters]] = []
     if run_folder is not None:  # bad input shows before the sums are done
-        recipe = run_recipe(run_folder)
+        recipe = run_recipe(run_folder, overrides)
         head = load_head(run_folder / "head")
         holdout = held_out(recipe)
         verifier = build_verifier(recipe)
         check_fits(head.config, verifier.facts, verifier.name)
         trees = [build_tree(tree) for tree in recipe.evaluation.trees]
-        judges = [build_evaluator(recipe, build_judge(in_float32(recipe), verifier), holdout)]
+        judging = [build_judge(in_float32(recipe), verifier)]
         if str(verifier.dtype) != "torch.float32":
-            judges.append(build_evaluator(recipe, verifier, holdout))
+            judging.append(verifier)
+        head = head.to(verifier.device)
+        judges = [(build_evaluator(recipe, judge, holdout), build_drafters(recipe, head, judge)) for judge in judging]
+        samplings = [replace(one, seed=seed) for one in build_samplings(recipe)]
+        sampled = [one for one in samplings if one.temperature] or [replace(samplings[0], temperature=1.0)]
     yield from proof(seed)
     if judges:
         with progress_bar("sampling text", tokens, unit="tokens") as bar:
-            yield from own_proof(judges, head, trees, tokens, seed, bar)
+            yield from own_proof(judges, trees, sampled, tokens, bar)
 
 
 def doctor(run_folder: Path, prompts: int, tokens: int) -> Diagnosis:

@@ -54,11 +54,10 @@ def drafter(evaluation: dict[str, Any], result: dict[str, Any]) -> str:
 
 
 def p_value(result: dict[str, Any], gates: list[dict[str, Any]]) -> float | None:
-    """Of the chi-square test of sampled text with this rule and tree at temperature 1, by the run's own head."""
-    if result["temperature"] != 1 or result.get("drafter", "head") != "head":
-        return None
+    """Of the chi-square test of sampled text with this drafter, rule, tree and temperature."""
     tree = result["tree"]
-    name = f"{result['rule']}, {tree['kind']} of {tree['nodes']} nodes, T 1"
+    drafts, temperature = result.get("drafter", "head"), f"T {result['temperature']:g}"
+    name = f"{drafts}, {result['rule']}, {tree['kind']} of {tree['nodes']} nodes, {temperature}"
     return next((gate["value"] for gate in gates if gate["part"] == "own model" and gate["name"] == name), None)
 
 

@@ -13,7 +13,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from ..heads.verifier import Verifier
-from .sampling import precise
+from .sampling import Sampling, probabilities
 
 BINS = 20
 ROWS = 64  # distributions over the whole vocabulary in memory at once
@@ -46,9 +46,11 @@ def p_value(counts: Tensor) -> float:
 
 @torch.no_grad()
 def places(
-    verifier: Verifier, texts: Sequence[tuple[Sequence[int], Sequence[int]]], skip: int, generator: torch.Generator
+    verifier: Verifier, texts: Sequence[tuple[Sequence[int], Sequence[int]]], sampling: Sampling, skip: int,
+    generator: torch.Generator,
 ) -> Places:  # fmt: skip
-    """Where the tokens of answers lie in their distributions at temperature 1, by one plain forward pass over (prompt, answer).
+    """Where the tokens of answers lie in the distributions that `sampling` makes, by one plain forward pass over
+    (prompt, answer).
 
     skip: how many of an answer's first tokens are left out (the prefill's own is no draft's).
     """
@@ -63,12 +65,21 @@ def places(
     ids, wanted = ids.to(verifier.device), wanted.to(verifier.device)
     states = verifier.features(ids[:, :-1]).last[wanted[:, 1:]]
     found = Places.none()
-    for hidden, token in zip(states.split(ROWS), ids[wanted].split(ROWS), strict=True):
-        p = precise(verifier.logits(hidden)).softmax(-1)
+    for hidden, token, (row, position) in zip(
+        states.split(ROWS), ids[wanted].split(ROWS), (at.T for at in wanted.nonzero().split(ROWS)), strict=True
+    ):
+        p = probabilities(verifier.logits(hidden), sampling, tokens_before(ids[row], position, verifier.facts.vocab_size))
         share, uniform = torch.rand(2, len(token), generator=generator, dtype=torch.float64).to(p)
         biased = torch.where(share < PLANTED, p.argmax(-1), token)
         found += Places(bins(p, token, uniform), bins(p, biased, uniform))
     return found
+
+
+def tokens_before(ids: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """Which tokens stand before `position` [n] in its row of `ids` [n, T]: bool [n, V]. No position is 0."""
+    before = torch.arange(ids.shape[1], device=ids.device) < position[:, None]
+    present = torch.zeros(len(ids), vocab_size, dtype=torch.bool, device=ids.device)
+    return present.scatter(1, ids.where(before, ids[:, :1]), True)
 
 
 def bins(p: Tensor, token: Tensor, uniform: Tensor) -> Tensor:

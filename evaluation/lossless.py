@@ -1,16 +1,17 @@
 """The proof that decoding with drafts changes nothing: exact sums, controls that must be caught, and the user's own models."""
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..heads.base import DraftHead
+from ..heads.drafter import Drafter
 from . import controls
 from .decode import Decoded, speculate
 from .enumeration import BEFORE, Tables, round_law, total_variation
@@ -25,6 +26,7 @@ CAUGHT = 1e-3  # total variation that a wrong rule must show at least
 REFUSED = 1e-4  # p-value below which text is not the verifier's
 PAIRS = 60  # random (p, q) of a control
 ROUND_VOCAB, NODE_VOCAB = 4, 6  # tokens that the models of exact rounds, and of one node, know
+RULES: tuple[Rule, ...] = ("candidates", "without_replacement")  # those that are lossless
 FIRST = 3  # first tokens of the tiny model's text
 ROWS, NODES = 64, 512  # most answers, and most nodes of their trees, sampled at a time: what two cores and 24 GB do well
 COPIES, LENGTH = 16, 64  # answers to a prompt in a row, whose prefill they share; tokens of an answer
@@ -44,6 +46,8 @@ LAWS: list[tuple[str, Sampling]] = [
     *((name, Sampling(rule="without_replacement", **fields)) for name, fields in PROCESSING.items()),
     ("T 1", Sampling(1.0, "typical")),
 ]
+
+Drafters = Sequence[tuple[str, Drafter]]  # with their names
 
 
 @dataclass(frozen=True)
@@ -138,24 +142,27 @@ def tiny_model(seed: int = 0) -> Iterator[Gate]:
 
 
 def own_text(
-    evaluator: Evaluator, head: DraftHead, trees: Sequence[AnyTree], tokens: int, seed: int,
+    evaluator: Evaluator, drafters: Drafters, trees: Sequence[AnyTree], samplings: Sequence[Sampling], tokens: int,
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Gate]:  # fmt: skip
-    """Sampled text of the user's own verifier and head at temperature 1, `tokens` drafted or bonus tokens in all.
+    """Sampled text of the user's own verifier by each lossless rule, `tokens` drafted or bonus tokens in all.
 
     A case gets tokens by what they cost, the nodes of its tree, but a tenth of the cheapest one's at least.
     """
-    rules: tuple[Rule, ...] = ("candidates", "without_replacement")
-    cases = [(t, r) for t in trees for r in rules if r == "candidates" or not isinstance(t, DynamicTree)]
-    least = min(tree.nodes for tree, _ in cases)
-    weights = [max(least / tree.nodes, 0.1) for tree, _ in cases]
+    cases = [
+        (name, drafter, tree, replace(sampling, rule=rule))
+        for name, drafter in drafters for sampling in samplings for tree in trees for rule in RULES
+        if rule == "candidates" or not (drafter.certain or isinstance(tree, DynamicTree))
+    ]  # fmt: skip
+    least = min(tree.nodes for tree in trees)
+    weights = [max(least / tree.nodes, 0.1) for _, _, tree, _ in cases]
     every = Places.none()
-    for (tree, rule), weight in zip(cases, weights, strict=True):
+    for (drafts, drafter, tree, sampling), weight in zip(cases, weights, strict=True):
         share = math.ceil(tokens * weight / sum(weights))
-        found = sample(evaluator, head, tree, Sampling(1.0, rule, seed=seed), share, on_tokens)
+        found = sample(evaluator, drafter, tree, sampling, share, on_tokens)
         every += found
         p = p_value(found.true)
-        name = f"{rule}, {tree.kind} of {tree.nodes} nodes, T 1"
+        name = f"{drafts}, {sampling.rule}, {tree.kind} of {tree.nodes} nodes, T {sampling.temperature:g}"
         yield Gate("own model", name, "chi-square p", p, f">= {REFUSED:g}", p >= REFUSED, f"{found.tokens} tokens")
     p, planted = p_value(every.true), p_value(every.planted)
     note = f"{every.tokens} tokens"
@@ -166,7 +173,7 @@ def own_text(
 
 
 def sample(
-    evaluator: Evaluator, head: DraftHead, tree: AnyTree, sampling: Sampling, tokens: int, on_tokens: Callable[[int], None]
+    evaluator: Evaluator, drafter: Drafter, tree: AnyTree, sampling: Sampling, tokens: int, on_tokens: Callable[[int], None]
 ) -> Places:
     """Places of at least `tokens` tokens that rounds emitted: short answers to the prompts in turn, many to each at once."""
     verifier, prompts = evaluator.verifier, evaluator.prompts
@@ -176,9 +183,9 @@ def sample(
     while found.tokens < tokens:
         part = [prompts[(start + i // COPIES) % len(prompts)].ids for i in range(rows)]
         start += -(-rows // COPIES)
-        answers, _ = speculate(verifier, head, tree, part, length, sampling=sampling, draw=draw)
+        answers, _ = speculate(verifier, drafter, tree, part, length, sampling=sampling, draw=draw)
         texts = [(prompt, answer.tokens) for prompt, answer in zip(part, answers, strict=True)]
-        new = places(verifier, texts, 1, generator)
+        new = places(verifier, texts, sampling, 1, generator)
         if not new.tokens:
             raise UserError("lossless: sampled answers end with their first token; nothing is drafted")
         found += new
@@ -186,14 +193,14 @@ def sample(
     return found
 
 
-def own_greedy(evaluator: Evaluator, head: DraftHead, trees: Sequence[AnyTree]) -> Iterator[Gate]:
+def own_greedy(evaluator: Evaluator, drafters: Drafters, trees: Sequence[AnyTree]) -> Iterator[Gate]:
     """Greedy answers to the prompts, token by token. In float32 none may differ; in less each must be a near tie."""
     dtype = evaluator.verifier.dtype
     exact = dtype in (torch.float32, torch.float64)
-    for tree in trees:
-        decoded: list[Decoded] = evaluator.decode(head, tree, evaluator.prompts, evaluator.batch)[0]
+    for (drafts, drafter), tree in itertools.product(drafters, trees):
+        decoded: list[Decoded] = evaluator.decode(drafter, tree, evaluator.prompts, evaluator.batch)[0]
         apart = list(evaluator.divergences(decoded))
-        name = f"greedy, {tree.kind} of {tree.nodes} nodes, {str(dtype).removeprefix('torch.')}"
+        name = f"{drafts}, greedy, {tree.kind} of {tree.nodes} nodes, {str(dtype).removeprefix('torch.')}"
         note = f"{len(decoded)} prompts, {sum(len(d.tokens) for d in decoded)} tokens, {len(apart)} diverge"
         if exact:
             gaps = "".join(f"; {d['prompt']} at {d['position']}, gap {d['gap']:.3g}" for d in apart[:3])
@@ -213,13 +220,13 @@ def proof(seed: int = 0) -> Iterator[Gate]:
 
 
 def own_proof(
-    judges: Sequence[Evaluator], head: DraftHead, trees: Sequence[AnyTree], tokens: int, seed: int,
+    judges: Sequence[tuple[Evaluator, Drafters]], trees: Sequence[AnyTree], samplings: Sequence[Sampling], tokens: int,
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Gate]:  # fmt: skip
-    """The user's verifier and head. judges: the verifier in float32 first, then in its own precision where that is lower.
+    """The user's verifier and what drafts for it. judges: in float32 first, then in its own precision where that is lower.
 
     Text is sampled, and its distributions computed, in its own precision: that is what is served.
     """
-    for evaluator in judges:
-        yield from own_greedy(evaluator, head.to(evaluator.verifier.device), trees)
-    yield from own_text(judges[-1], head, trees, tokens, seed, on_tokens)
+    for evaluator, drafters in judges:
+        yield from own_greedy(evaluator, drafters, trees)
+    yield from own_text(*judges[-1], trees, samplings, tokens, on_tokens)

@@ -10,6 +10,7 @@ import torch
 from headstart.evaluation.decode import speculate
 from headstart.evaluation.evaluate import Evaluator, Prompt
 from headstart.evaluation.lossless import own_text
+from headstart.evaluation.sampling import Sampling
 from headstart.evaluation.tree import AnyTree, DynamicTree, StaticTree, chain
 from headstart.heads.base import DraftHead
 from headstart.heads.batch import Batch
@@ -58,7 +59,7 @@ def test_sampled_text_is_the_verifiers(kind: str, verifier: Verifier, request: p
     verifier.facts = dataclasses.replace(verifier.facts, stop_ids=())
     head: DraftHead = request.getfixturevalue(f"tiny_{kind}")(verifier).to("cuda")
     evaluator = Evaluator(verifier, [Prompt(ids, str(ids), None, "") for ids in PROMPTS * 20], 48, batch=60)
-    gates = list(own_text(evaluator, head, TREES, 20_000, 0))
+    gates = list(own_text(evaluator, [("head", head)], TREES, [Sampling(1.0)], 20_000))
     assert all(gate.passed for gate in gates), gates
 
 

@@ -269,7 +269,7 @@ def test_lossless_of_a_run(
     assert {gate["part"] for gate in gates} == {"one node", "wrong rules", "own model"}
     own = [gate for gate in gates if gate["part"] == "own model"]
     assert [gate["name"] for gate in own[:3]] == [
-        f"greedy, {tree}, float32" for tree in ("chain of 4 nodes", "static of 5 nodes", "dynamic of 8 nodes")
+        f"head, greedy, {tree}, float32" for tree in ("chain of 4 nodes", "static of 5 nodes", "dynamic of 8 nodes")
     ]
     assert [gate["measure"] for gate in own[3:]] == ["chi-square p"] * 7  # two rules for two trees, one for the third
     assert int(own[-2]["note"].split()[0]) >= 14_000
@@ -280,13 +280,16 @@ def test_lossless_of_a_run(
     monkeypatch.setattr(
         verify, "candidates_law", lambda p, children: honest(p.square() / p.square().sum(1, keepdim=True), children)
     )
-    failed = headstart("lossless", folder, "--tokens", 5000)
+    failed = headstart(
+        "lossless", folder, "evaluation.temperatures=[0, 1.0]", "--drafter", "head", "--tree", "chain:3", "--tokens", 5000
+    )
     assert failed.code == 1
     line = next(line for line in failed.out.splitlines() if "candidates, chain of 4 nodes" in line)
     assert "FAILED" in line
 
     shutil.rmtree(folder / "head")
     assert "head" in refused("lossless", folder)
+    assert refused("lossless", "--drafter", "head").startswith("--drafter and --tree: of what run?")
     assert refused("lossless", tmp_path).endswith("not a run folder (no recipe.yaml in it); `headstart train` writes one")
 
 
@@ -297,7 +300,7 @@ def test_lossless_below_float32_judges_in_both(
     monkeypatch.setattr("headstart.judging.proof", lambda seed: iter(()))
     recipe, folder = write_recipe("medusa", verifier__dtype="bfloat16"), tmp_path / "run"
     assert headstart("train", recipe, "--run-folder", folder).code == 0
-    gates = [gate for gate in lossless_job(folder, 1000) if gate.name.startswith("greedy, ") and gate.part == "own model"]
+    gates = [gate for gate in lossless_job(folder, 1000) if gate.name.startswith("head, greedy, ")]
     assert [gate.name.rpartition(", ")[2] for gate in gates] == ["float32"] * 3 + ["bfloat16"] * 3
     assert all(gate.passed for gate in gates), gates
 

@@ -27,8 +27,8 @@ OTHER = SAMPLED | {"drafter": "prompt_lookup", "alpha": None}
 def test_the_table(tmp_path: Path) -> None:
     evaluation = {"head": {"kind": "eagle3"}, "results": [SAMPLED, OTHER, LOSSY, GREEDY]}
     (tmp_path / "evaluation.json").write_text(json.dumps(evaluation), encoding="utf-8")
-    gates = [{"part": "own model", "name": "without_replacement, chain of 5 nodes, T 1", "value": 0.41234},
-             {"part": "own model", "name": "candidates, chain of 5 nodes, T 1", "value": 0.9}]  # fmt: skip
+    values = {"head, without_replacement": 0.41234, "head, candidates": 0.9, "prompt_lookup, without_replacement": 0.25}
+    gates = [{"part": "own model", "name": f"{name}, chain of 5 nodes, T 1", "value": p} for name, p in values.items()]
     (tmp_path / "lossless.json").write_text(json.dumps({"gates": gates}), encoding="utf-8")
     table = runpy.run_path(str(SCRIPT))["table"]
     lines = list(table([tmp_path]))
@@ -38,7 +38,7 @@ def test_the_table(tmp_path: Path) -> None:
         "| eagle3 | dynamic 5/64 | greedy | 0 | 2.67 | 0.67 0.50 - | 0.713 | yes | - | 1.94 |",
         "| eagle3 | chain 4/5 | typical (lossy) | 0.7 | 2.67 | 0.67 0.50 - | 0.713 | - | - | - |",
         "| eagle3 | chain 4/5 | without_replacement | 1 | 2.67 | 0.67 0.50 - | 0.713 | - | 0.412 | - |",
-        "| prompt_lookup | chain 4/5 | without_replacement | 1 | 2.67 | 0.67 0.50 - | - | - | - | - |",
+        "| prompt_lookup | chain 4/5 | without_replacement | 1 | 2.67 | 0.67 0.50 - | - | - | 0.250 | - |",
     ]
     (tmp_path / "lossless.json").unlink()
     assert list(table([tmp_path / "evaluation.json"]))[4].split(" | ")[8] == "-"

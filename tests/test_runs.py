@@ -111,7 +111,7 @@ def test_case_56_a_head_for_a_verifier_with_an_adapter(
     assert texts[0] != texts[1]
     monkeypatch.setattr("headstart.judging.proof", lambda seed: iter(()))
     proved = headstart("lossless", run, "--tokens", 1000, "--json")
-    greedy = [gate for gate in json.loads(proved.out)["gates"] if gate["name"].startswith("greedy")]
+    greedy = [gate for gate in json.loads(proved.out)["gates"] if gate["name"].startswith("head, greedy")]
     assert [gate["passed"] for gate in greedy] == [True]
 
     exported = headstart("export", run, "--to", "vllm", "--output", out, "--verifier", "owner/merged")
@@ -194,7 +194,7 @@ def test_medusa_2_from_recipe_to_export(write: Build, base: Path, tmp_path: Path
 
     monkeypatch.setattr("headstart.judging.proof", lambda seed: iter(()))
     gates = json.loads(headstart("lossless", run, "--tokens", 1000, "--json").out)["gates"]
-    assert [gate["passed"] for gate in gates if gate["name"].startswith("greedy")] == [True]
+    assert [gate["passed"] for gate in gates if gate["name"].startswith("head, greedy")] == [True]
     exported = headstart("export", run, "--to", "vllm", "--output", out)
     assert exported.code == 0, exported.err
     assert "with the LoRA adapter of this run: serve the two merged" in (out / "SERVING.md").read_text()

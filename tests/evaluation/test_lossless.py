@@ -13,6 +13,8 @@ from headstart.evaluation import controls, enumeration, goodness, lossless, tiny
 from headstart.evaluation.decode import speculate
 from headstart.evaluation.enumeration import Tables, every_outcome, one_round, round_law, total_variation
 from headstart.evaluation.evaluate import Evaluator, Prompt
+from headstart.evaluation.hierarchical import Hierarchical
+from headstart.evaluation.ngrams import PromptLookup
 from headstart.evaluation.sampling import Sampling, dice
 from headstart.evaluation.tree import DynamicTree, StaticTree, chain
 from headstart.heads.base import DraftHead
@@ -166,19 +168,26 @@ def test_places_are_counted_in_bins() -> None:
     assert goodness.bins(p, token, v).tolist() == expected
 
 
-def test_places_of_many_texts_are_those_of_each(tiny: Callable[..., Verifier], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("penalty", "temperature"), [(1.0, 1.0), (1.5, 0.7)])
+def test_places_of_many_texts_are_those_of_each(
+    penalty: float, temperature: float, tiny: Callable[..., Verifier], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By transformers' own logits; tokens before `skip` are left out, and answers that are no longer."""
     verifier = tiny("llama")
     texts = [([5, 6], [7, 8, 9, 10]), ([11, 12, 13], [14]), ([3], [20, 21, 22])]
+    sampling = Sampling(temperature, repetition_penalty=penalty)
     monkeypatch.setattr(goodness, "PLANTED", 1.0)  # every token the likeliest
-    found = goodness.places(verifier, texts, 1, torch.Generator().manual_seed(0))
+    found = goodness.places(verifier, texts, sampling, 1, torch.Generator().manual_seed(0))
     shares = torch.rand(2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)[1].tolist()
     expected, planted, drawn = [0] * goodness.BINS, [0] * goodness.BINS, iter(shares)
     for prompt, answer in texts:
         with torch.no_grad():
-            p = verifier.model(torch.tensor([prompt + answer])).logits[0].double().softmax(-1)
+            logits = verifier.model(torch.tensor([prompt + answer])).logits[0].double()
         for i in range(1, len(answer)):
-            row, share = p[len(prompt) + i - 1].tolist(), next(drawn)
+            x = logits[len(prompt) + i - 1].clone()
+            for seen in {*prompt, *answer[:i]}:
+                x[seen] = x[seen] / penalty if x[seen] > 0 else x[seen] * penalty
+            row, share = (x / temperature).softmax(-1).tolist(), next(drawn)
             expected[int(naive_place(row, answer[i], share) * goodness.BINS)] += 1
             planted[int(naive_place(row, row.index(max(row)), share) * goodness.BINS)] += 1
     assert (found.true.tolist(), found.planted.tolist(), found.tokens) == (expected, planted, 5)
@@ -197,8 +206,38 @@ def test_costly_trees_get_fewer_tokens(
     monkeypatch.setattr(lossless, "sample", sample)
     monkeypatch.setattr(lossless, "p_value", lambda counts: 0.5)
     evaluator = Evaluator(verifier, some_prompts()[:1], 8)
-    list(lossless.own_text(evaluator, tiny_medusa(verifier), [chain(2), chain(5), DynamicTree(8, 10, 60)], 31_000, 0))
+    drafters, trees = [("head", tiny_medusa(verifier))], [chain(2), chain(5), DynamicTree(8, 10, 60)]
+    list(lossless.own_text(evaluator, drafters, trees, [Sampling(1.0)], 31_000))
     assert asked == [(3, 10_000), (3, 10_000), (6, 5_000), (6, 5_000), (60, 1_000)]
+
+
+def test_other_drafters_and_temperatures(verifier: Verifier, tiny_medusa: Callable[..., DraftHead]) -> None:
+    """Each is a case of its own; n-grams have no distribution to draw from, so the rule candidates alone."""
+    evaluator = Evaluator(verifier, some_prompts(), 40, batch=32)
+    lookup = PromptLookup(verifier.facts.vocab_size, verifier.device)
+    drafters: lossless.Drafters = [("prompt_lookup", lookup), ("hierarchical", Hierarchical(lookup, tiny_medusa(verifier)))]
+    samplings = [Sampling(0.7, top_k=20), Sampling(1.0, repetition_penalty=1.2)]
+    gates = list(lossless.own_text(evaluator, drafters, [chain(2)], samplings, 20_000))
+    assert [gate.name for gate in gates[:-2]] == [
+        f"{drafter}, {rule}, chain of 3 nodes, T {temperature}"
+        for drafter, rules in (("prompt_lookup", ["candidates"]), ("hierarchical", ["candidates", "without_replacement"]))
+        for temperature in ("0.7", "1") for rule in rules
+    ]  # fmt: skip
+    assert [gate.passed for gate in gates] == [True] * 8
+    greedy = list(lossless.own_greedy(evaluator, drafters, [chain(3)]))
+    assert [(gate.name.split(",")[0], gate.passed) for gate in greedy] == [("prompt_lookup", True), ("hierarchical", True)]
+
+
+def test_text_of_another_temperature_is_refused(
+    verifier: Verifier, tiny_medusa: Callable[..., DraftHead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A temperature that the loop forgets: what it writes at 0.7 is text of temperature 1."""
+    evaluator = Evaluator(verifier, some_prompts(), 40, batch=32)
+    honest = verify.probabilities
+    forgetful = lambda logits, sampling, present=None: honest(logits, dataclasses.replace(sampling, temperature=1.0), present)  # noqa: E731
+    monkeypatch.setattr(verify, "probabilities", forgetful)
+    gates = list(lossless.own_text(evaluator, [("head", tiny_medusa(verifier))], [chain(2)], [Sampling(0.7)], 8_000))
+    assert [gate.passed for gate in gates[:3]] == [False] * 3
 
 
 @pytest.fixture
@@ -218,9 +257,9 @@ def test_text_of_ones_own_model(kind: str, verifier: Verifier, request: pytest.F
     evaluator = Evaluator(verifier, some_prompts(), 40, batch=32)
     trees = [chain(2), StaticTree([[0], [1], [0, 0]]), DynamicTree(2, 2, 5)]
     told: list[int] = []
-    gates = list(lossless.own_text(evaluator, head, trees, 12_000, 0, told.append))
+    gates = list(lossless.own_text(evaluator, [("head", head)], trees, [Sampling(1.0)], 12_000, told.append))
     assert [gate.passed for gate in gates] == [True] * 7
-    assert [gate.name.split(",")[0] for gate in gates[:5]] == [
+    assert [gate.name.split(", ")[1] for gate in gates[:5]] == [
         "candidates", "without_replacement", "candidates", "without_replacement", "candidates",
     ]  # fmt: skip
     assert sum(told) >= 12_000
@@ -234,17 +273,18 @@ def test_text_of_a_wrong_sampler_is_refused(
     """A real fault in the loop: after a rejection the token comes from p again."""
     monkeypatch.setattr(verify, "drawn_law", flat_law)
     evaluator = Evaluator(verifier, some_prompts(), 40, batch=32)
-    found = {gate.name: gate.passed for gate in lossless.own_text(evaluator, tiny_medusa(verifier), [chain(2)], 16_000, 0)}
-    assert found == {
-        "candidates, chain of 3 nodes, T 1": True,
-        "without_replacement, chain of 3 nodes, T 1": False,
+    drafters = [("head", tiny_medusa(verifier))]
+    gates = lossless.own_text(evaluator, drafters, [chain(2)], [Sampling(1.0)], 16_000)
+    assert {gate.name: gate.passed for gate in gates} == {
+        "head, candidates, chain of 3 nodes, T 1": True,
+        "head, without_replacement, chain of 3 nodes, T 1": False,
         "all of them together": False,
         "planted bias: 5% of tokens the likeliest": True,
     }
 
 
 def test_greedy_text_in_float32(verifier: Verifier, tiny_medusa: Callable[..., DraftHead]) -> None:
-    head = tiny_medusa(verifier)
+    head = [("head", tiny_medusa(verifier))]
     evaluator = Evaluator(verifier, some_prompts()[:4], 20, batch=4)
     (gate,) = lossless.own_greedy(evaluator, head, [chain(3)])
     assert (gate.passed, gate.value, gate.note) == (True, 0, "4 prompts, 80 tokens, 0 diverge")
@@ -264,7 +304,7 @@ def test_greedy_text_in_bfloat16_may_part_at_a_near_tie_only(tiny: Callable[...,
         )
         evaluator.__dict__["plain"] = []
         evaluator.decode = lambda *_: ([], {})  # type: ignore[method-assign]
-        (gate,) = lossless.own_greedy(evaluator, None, [chain(1)])  # type: ignore[arg-type]
+        (gate,) = lossless.own_greedy(evaluator, [("head", None)], [chain(1)])  # type: ignore[list-item]
         assert gate.passed is passed
         assert gate.value == pytest.approx(gap / (2**-7 * 20))
         assert f"gaps {gap:.3g}" in gate.note

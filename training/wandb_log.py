@@ -105,13 +105,14 @@ def _reachable() -> bool:
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Numbers under one-level names: lists by index, dictionaries by key; what is no number is left out."""
+    """Numbers under one-level names: lists by index, dictionaries by key; what is no number is left out, and so are lists of
+    lists (a pair for each prompt of a look)."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):
             found |= flat(value, f"{prefix}{name}/")
         elif isinstance(value, list):
-            found |= flat({str(i): part for i, part in enumerate(value)}, f"{prefix}{name}/")
+            found |= flat({str(i): part for i, part in enumerate(value) if not isinstance(part, list)}, f"{prefix}{name}/")
         elif isinstance(value, int | float):
             found[f"{prefix}{name}"] = value
     return found

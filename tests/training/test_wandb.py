@@ -107,7 +107,7 @@ def test_case_43_without_key_or_network_it_is_offline(
 
 
 def test_numbers_alone_are_told() -> None:
-    values = {"a": 1, "b": [1.5, {"c": 2}], "text": "no", "none": None}
+    values = {"a": 1, "b": [1.5, {"c": 2}], "text": "no", "none": None, "by_prompt": [[11, 4], [11, 6]]}
     assert flat(values) == {"a": 1, "b/0": 1.5, "b/1/c": 2}
 
 

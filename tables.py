@@ -117,7 +117,7 @@ def analysis_tables(analysis: "Analysis", page: Path) -> Group:
             f"{curve.alpha:g}", str(curve.best), f"{curve.tokens[curve.best]:.2f}", f"{curve.speedup[curve.best]:.2f}x"
         )
     for chain in lengths.measured:
-        drafts.add_row("measured", f"{len(chain.tokens) - 1} (T {chain.temperature:g})", f"{chain.tau:.2f}", "-")
+        drafts.add_row("measured", chain.label, f"{chain.tau:.2f}", "-")
     count = max((len(depth.accuracy) for depth in analysis.top_k), default=0)
     accuracy = Table("depth", "labels", "in vocabulary", *(f"top {k + 1}" for k in range(count)))
     for number, depth in enumerate(analysis.top_k, 1):

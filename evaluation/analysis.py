@@ -39,18 +39,19 @@ def stages(run: Run) -> Stages:
 
 def lengths(run: Run, cost: float | None) -> Lengths:
     chains = [result for result in run.evaluation.results if result.tree.kind == "chain" and result.lossless]
-    measured = next((c for result in chains if (c := measured_cost(result)) is not None), None)
+    measured = next((c for result in chains if result.drafter == "head" and (c := measured_cost(result)) is not None), None)
     used = measured if cost is None and measured is not None else COST if cost is None else cost
     return Lengths(
         cost=used,
         cost_is_measured=cost is None and measured is not None,
         curves=[curve(alpha, used) for alpha in ALPHAS],
-        measured=[
-            Measured(tree=str(result.tree), temperature=result.temperature, tau=result.tau, tokens=cumulated(result))
-            for result in chains
-            if result.tau is not None
-        ],
+        measured=[measured_chain(result, result.tau) for result in chains if result.tau is not None],
     )
+
+
+def measured_chain(result: Result, tau: float) -> Measured:
+    tree, tokens = str(result.tree), cumulated(result)
+    return Measured(drafter=result.drafter, tree=tree, temperature=result.temperature, tau=tau, tokens=tokens)
 
 
 def measured_cost(result: Result) -> float | None:

@@ -33,14 +33,21 @@ class Curve(BaseModel, frozen=True):
 class Measured(BaseModel, frozen=True):
     """A chain of evaluation.json. tokens: 1 + the first N terms of its survival."""
 
+    drafter: str = "head"
     tree: str
     temperature: float
     tau: float
     tokens: list[float]
 
+    @property
+    def label(self) -> str:
+        drafter = "" if self.drafter == "head" else f"{self.drafter}, "
+        return f"{drafter}{self.tree}, T {self.temperature:g}"
+
 
 class Lengths(BaseModel, frozen=True):
-    """cost: of drafting one token, in verifier passes; measured: whether evaluation.json's times say so."""
+    """cost: of drafting one token with the head, in verifier passes; cost_is_measured: whether evaluation.json's times say
+    so."""
 
     cost: float
     cost_is_measured: bool

@@ -32,8 +32,7 @@ def tokens_by_length(title: str, lengths: Lengths) -> Figure:
         axes.plot(range(len(curve.tokens)), curve.tokens, color=color, linestyle=DASHES[i % len(DASHES)], label=label)
         axes.plot(curve.best, curve.tokens[curve.best], marker="*", markersize=13, color=color)
     for i, chain in enumerate(lengths.measured):
-        label = f"measured: {chain.tree}, T {chain.temperature:g}"
-        marker = MARKERS[i % len(MARKERS)]
+        marker, label = MARKERS[i % len(MARKERS)], f"measured: {chain.label}"
         axes.plot(range(len(chain.tokens)), chain.tokens, color=INK, marker=marker, linewidth=1, label=label)
     axes.set(title=title, xlabel="drafts a round", ylabel="tokens a verifier pass")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -105,6 +105,21 @@ def test_a_cost_is_given_or_assumed(
     assert (found.cost, found.cost_is_measured) == (cost, measured)
 
 
+def test_chains_of_several_drafters_are_told_apart(make_run: Callable[..., Path]) -> None:
+    """n-grams cost next to nothing: theirs is not what a draft of the head costs, wherever they stand in the list."""
+    path = make_run() / "evaluation.json"
+    evaluation = json.loads(path.read_text(encoding="utf-8"))
+    cheap = {"drafter": "prompt_lookup", "seconds": RESULT["seconds"] | {"draft": 0.012}}
+    evaluation["results"].insert(0, RESULT | cheap)
+    path.write_text(json.dumps(evaluation), encoding="utf-8")
+    found = analyse(read_run(path.parent), [], None).lengths
+    assert found.cost == pytest.approx(1.2 / 4 / 6.0)
+    assert [chain.label for chain in found.measured] == ["prompt_lookup, chain, depth 4, T 0", "chain, depth 4, T 0"]
+    evaluation["results"].pop()
+    path.write_text(json.dumps(evaluation), encoding="utf-8")
+    assert analyse(read_run(path.parent), [], None).lengths.cost_is_measured is False
+
+
 def test_a_tree_is_no_chain(make_run: Callable[..., Path]) -> None:
     run = read_run(make_run(tree={"kind": "dynamic", "depth": 4, "nodes": 9, "top_k": 3}))
     assert analyse(run, [], None).lengths.measured == []

@@ -11,6 +11,7 @@ from .data.stored import StoredFeatures
 from .errors import UserError
 from .evaluation.look import look
 from .evaluation.record import made_with
+from .evaluation.tree import check_draftable
 from .heads.base import DraftHead
 from .heads.medusa2 import AdaptedMedusa
 from .progress import say
@@ -72,7 +73,11 @@ def new_head(recipe: Recipe, run_folder: Path, workshop: Workshop) -> DraftHead:
     assert not head.needs or head.needs == workshop.layers, "the workshop was opened for other layers"
     if isinstance(workshop.features, StoredFeatures):
         assert head.needs or workshop.features.layout.everywhere, "the store is of a head that reads less of the last state"
-    check_trees(recipe, head)
+    try:  # a head that training goes on from may have other depths than the recipe's section says
+        for tree in recipe.evaluation.trees:
+            check_draftable(build_tree(tree), head)
+    except UserError as error:
+        raise UserError(f"evaluation.trees: {error}") from None
     return head
 
 
@@ -82,14 +87,6 @@ def begin(recipe: Recipe, run_folder: Path, head: DraftHead, workshop: Workshop)
     workshop.conversations.skips.write(run_folder / "skipped.jsonl")
     made = made_with(head, workshop.layers if head.needs else ())
     write_provenance(run_folder, provenance(workshop.verifier, workshop.samples) | {"head": made})
-
-
-def check_trees(recipe: Recipe, head: DraftHead) -> None:
-    """A head that training goes on from may have other depths than the recipe's section says."""
-    for tree in recipe.evaluation.trees:
-        if head.depth is not None and tree.depth > head.depth:
-            raise UserError(f"evaluation.trees: a {tree.kind} tree of depth {tree.depth} is deeper than the head, which has "
-                            f"{head.depth}")  # fmt: skip
 
 
 def told(found: dict[str, Any]) -> dict[str, Any]:

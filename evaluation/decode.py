@@ -18,7 +18,7 @@ from ..heads.cache import RaggedCache
 from ..heads.drafter import Beside, Drafter, DraftSession
 from ..heads.verifier import Features, Verifier
 from .sampling import GREEDY, Dice, Sampling, dice
-from .tree import AnyTree, Draw, DynamicTree, StaticTree, Tree, chain
+from .tree import AnyTree, Draw, DynamicTree, StaticTree, Tree, chain, check_draftable
 from .verify import Judge
 
 Source = Literal["prefill", "drafted", "bonus"]
@@ -87,7 +87,8 @@ def speculate(
     """Decode with drafts from `drafter` (None: plain decoding, a tree of the root alone).
 
     draw: all random choices of the run; None makes dice of the sampling's seed. Returns a Decoded for each prompt and seconds
-    by part ("prefill", "draft", "verify", "other"). Raises UserError where the rule cannot verify the tree or the drafts.
+    by part ("prefill", "draft", "verify", "other"). Raises UserError where the drafter cannot fill the tree, or the rule cannot
+    verify the tree or the drafts.
     """
     done, clock = [Decoded() for _ in prompts], Clock(verifier.device)
     for emitted in rounds(verifier, drafter, tree, prompts, max_new_tokens, done, clock, sampling, draw):
@@ -108,6 +109,8 @@ def rounds(
 ) -> Iterator[int]:
     """What `speculate` does, a round at a time: fills `done` and yields the tokens that the round gave."""
     tree = tree if drafter is not None else chain(0)
+    if drafter is not None:
+        check_draftable(tree, drafter)
     sampling = sampling.for_certain_drafts() if drafter is not None and drafter.certain else sampling
     if sampling.draws_children and isinstance(tree, DynamicTree):
         raise UserError("rule without_replacement: a dynamic tree's shape depends on its drafts; use candidates, or a chain or "

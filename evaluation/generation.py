@@ -64,8 +64,6 @@ def decoding(
     if isinstance(drafter, DraftHead):
         check_fits(drafter.config, verifier.facts, verifier.name)
         drafter = drafter.to(verifier.device)
-    if drafter.depth is not None and tree.depth > drafter.depth:
-        raise UserError(f"a tree of depth {tree.depth} needs as many heads; this one has {drafter.depth}")
     ids = prompt_tokens(verifier, prompt)
     limit = verifier.facts.max_position_embeddings
     if not ids or max_new_tokens < 1 or len(ids) + max_new_tokens > limit:

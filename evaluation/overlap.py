@@ -32,7 +32,8 @@ class Overlap:
 
 @torch.no_grad()
 def overlap(verifier: Verifier, drafter: Drafter, prompt: Sequence[int], answer: Sequence[int]) -> Overlap:
-    """At every token of an answer but its first (the prefill's), at T = 1; nothing where drafts have no distribution."""
+    """At every token of an answer but its first (the prefill's), at T = 1; nothing where drafts have no distribution, or where
+    it is not a number."""
     ids = torch.tensor([[*prompt, *answer]], device=verifier.device)
     mask = torch.zeros_like(ids, dtype=torch.bool)
     mask[:, len(prompt) :] = True
@@ -42,7 +43,7 @@ def overlap(verifier: Verifier, drafter: Drafter, prompt: Sequence[int], answer:
         return Overlap()
     features = verifier.features(ids, drafter.needs)
     log_q = drafter.first_draft(batch, features, verifier, where)
-    if log_q is None:
+    if log_q is None or bool(log_q.isnan().any()):
         return Overlap()
     log_p = verifier.logits(shifted(features.last, 1, 0.0)[where]).float().log_softmax(-1)[:, drafter.target_ids]
     q = log_q.exp()

@@ -70,10 +70,18 @@ def of_configuration(head: DraftHead, trained: MadeWith) -> Check:
     return Check("configuration", True, "head/config.json as in training")
 
 
-def vocabulary_fault(ids: Tensor, vocab_size: int) -> str | None:
-    """What is wrong with target_ids whoever trained them: engines, too, rely on distinct ids in ascending order."""
+def undraftable(ids: Tensor, vocab_size: int) -> str | None:
+    """Why tokens cannot be drafted by target_ids: the rules above temperature 0 rely on siblings being different tokens."""
     if not bool(((ids >= 0) & (ids < vocab_size)).all()):
         return f"ids from {int(ids.min())} to {int(ids.max())} for a vocabulary of {vocab_size}"
+    found, counts = ids.unique(return_counts=True)
+    return None if len(found) == len(ids) else f"id {int(found[counts.argmax()])} stands there {int(counts.max())} times"
+
+
+def vocabulary_fault(ids: Tensor, vocab_size: int) -> str | None:
+    """What is wrong with target_ids whoever trained them: engines, too, rely on distinct ids in ascending order."""
+    if fault := undraftable(ids, vocab_size):
+        return fault
     if not bool((ids[1:] > ids[:-1]).all()):
         at = int((ids[1:] <= ids[:-1]).int().argmax())
         return f"ids must ascend, {int(ids[at])} is followed by {int(ids[at + 1])} (offsets instead of ids, or permuted)"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..heads.drafter import DraftSession
+from ..heads.drafter import Drafter, DraftSession
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class StaticTree:
         self.seen = ancestry(self.parents, self.depth)
         self.levels = self._levels()
         self.width = max((turn + 1 for level in self.levels for turn in level.turns), default=0)
+        self.ranks = max((path[-1] + 1 for path in self.paths), default=0)  # likeliest tokens that a node must have
         self.expanded = sum(len(level.expand) for level in self.levels)  # nodes that the head runs through while drafting
         inner = [path for path in [(), *self.paths] if any(path == child[:-1] for child in self.paths)]
         self.slots = torch.tensor([inner.index(path) if path in inner else 0 for path in index])
@@ -138,9 +139,9 @@ class StaticTree:
         asked, columns = [], [torch.zeros_like(ids[0])]
         for level, (width, (slots, ranks, turns, expand, parents)) in zip(self.levels, shape.levels, strict=True):
             if draw is None:
-                ranked = choices.topk(width)  # [B, M, k]
-                picked = ranked.indices[:, slots, ranks]
-                there.append(ranked.values[:, slots, ranks] != float("-inf"))
+                scores, likely = likeliest(choices, width)  # [B, M, k]
+                picked = likely[:, slots, ranks]
+                there.append(scores[:, slots, ranks] != float("-inf"))
             else:
                 picked = draw(choices, max(level.turns) + 1)[:, slots, turns]
                 asked.append(choices)
@@ -167,7 +168,7 @@ class DynamicTree:
 
     def __init__(self, depth: int, top_k: int, nodes: int) -> None:
         self.depth, self.top_k = depth, top_k
-        self.width = top_k
+        self.width = self.ranks = top_k
         self.nodes = min(nodes, 1 + top_k + (depth - 1) * top_k**2)
         self.expanded = (depth - 1) * top_k  # nodes that the head runs through while drafting
 
@@ -183,14 +184,14 @@ class DynamicTree:
     def grow(self, session: DraftSession, root: Tensor, log_q: Tensor, target_ids: Tensor) -> Tree:
         """Grow from the root's children. root: [B] ids; log_q: [B, Q]. Scores are cumulative log q in float32."""
         batch, k, device = len(root), self.top_k, root.device
-        scores, columns = log_q.topk(k)
+        scores, columns = likeliest(log_q, k)
         pool_ids, pool_scores = [root[:, None], target_ids[columns]], [scores]
         pool_parents = [torch.full((batch, 1), -1, device=device), torch.zeros(batch, k, dtype=torch.long, device=device)]
         beam = torch.arange(1, k + 1, device=device).expand(batch, k)  # indices into the pool
         beam_scores, beam_ids = scores, pool_ids[-1]
         parents = torch.full((batch, k), -1, device=device)  # indices among expanded nodes
         for level in range(1, self.depth):
-            step, columns = session.expand(beam_ids, parents).topk(k)  # [B, k, k]
+            step, columns = likeliest(session.expand(beam_ids, parents), k)  # [B, k, k]
             scores = (beam_scores[:, :, None] + step).flatten(1)
             ids = target_ids[columns].flatten(1)
             pool_ids.append(ids)
@@ -214,6 +215,13 @@ class DynamicTree:
         return Tree(ids.gather(1, kept), parents, seen.sum(-1) - 1, seen)
 
 
+def likeliest(log_q: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best scores [.., k] of log q [.., Q] and their columns. NaN is no draft: torch sorts it first, so that in a tree
+    pruned by scores it would outlive its parent."""
+    scores, columns = log_q.topk(k)
+    return scores.masked_fill(scores.isnan(), float("-inf")), columns
+
+
 def ancestry(parents: Tensor, depth: int) -> Tensor:
     """seen[b, i, j]: j is i or an ancestor of i. parents: [B, N] -> bool [B, N, N]."""
     own = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)[None]
@@ -225,3 +233,12 @@ def ancestry(parents: Tensor, depth: int) -> Tensor:
 
 
 AnyTree = StaticTree | DynamicTree
+
+
+def check_draftable(tree: AnyTree, drafter: Drafter) -> None:
+    """Refuse a tree that is deeper, or has more children a node, than the drafter can fill."""
+    if drafter.depth is not None and tree.depth > drafter.depth:
+        raise UserError(f"a {tree.kind} tree of depth {tree.depth} is deeper than the drafter, which has {drafter.depth}")
+    if tree.ranks > len(drafter.target_ids):
+        raise UserError(f"a {tree.kind} tree with {tree.ranks} children a node needs as large a draft vocabulary; this one has "
+                        f"{len(drafter.target_ids)} tokens")  # fmt: skip

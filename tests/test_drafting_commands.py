@@ -96,6 +96,10 @@ def test_eval_of_a_benchmark_by_path_and_category(run: Path, tmp_path: Path) -> 
         (["--drafter", "prompt_lookup:3"], "evaluation.drafters.0.options: unknown key"),
         (["--drafter", "model:/no/such"], "verifier /no/such: no such folder"),
         (["--tree", "chain:9"], "a chain tree of depth 9 needs as many heads; this head has 3"),
+        (
+            ["--drafter", "prompt_lookup", "--tree", "dynamic:2,300,64"],
+            "drafter prompt_lookup: a dynamic tree with 300 children a node needs as large a draft vocabulary; this one has",
+        ),
         (["--tree", "chain"], "--tree chain: must be chain:DEPTH, dynamic:DEPTH,TOP_K,NODES or static:FILE.json"),
         (["--tree", "dynamic:3,3"], "--tree dynamic:3,3: must be "),
         (["--tree", "static:no.json"], "--tree static:no.json: No such file or directory"),

@@ -324,4 +324,4 @@ def test_a_started_head_may_be_less_deep_than_the_trees(publish: Build, write: B
     folder = publish("medusa", heads=2)
     recipe = write(head={"kind": "medusa", "start": str(folder)})
     told = refused("train", recipe, "--run-folder", tmp_path / "run")
-    assert told == "evaluation.trees: a chain tree of depth 3 is deeper than the head, which has 2"
+    assert told == "evaluation.trees: a chain tree of depth 3 is deeper than the drafter, which has 2"

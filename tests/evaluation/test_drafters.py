@@ -116,6 +116,21 @@ def test_drafts_beyond_the_context_limit_are_harmless(
         assert tokens_of(decoded) == [by_full_forward(verifier, PROMPTS[2], 15)]
 
 
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp parallel", "mtp sequential", "mtp recursive"])
+def test_every_head_in_a_ragged_batch_up_to_the_context_limit(
+    kind: str, tiny: Callable[..., Verifier], request: pytest.FixtureRequest
+) -> None:
+    """The longest prompt's answer ends with the last position there is; each row is what it is alone."""
+    verifier = unstopped(tiny("llama", max_position_embeddings=24))
+    name, *form = kind.split()
+    head = request.getfixturevalue(f"tiny_{name}")(verifier, *form)
+    expected = [by_full_forward(verifier, prompt, 15) for prompt in PROMPTS]
+    for tree in (TREES["static"], TREES["dynamic"]):
+        together, _ = speculate(verifier, head, tree, PROMPTS, 15)
+        assert tokens_of(together) == expected
+        assert together == [speculate(verifier, head, tree, [prompt], 15)[0][0] for prompt in PROMPTS]
+
+
 def followed(text: list[int], longest: int, shortest: int, matches: int, length: int) -> list[list[int]]:
     """Where the last tokens stood before, longest first, latest first: the tokens behind, by trying every place."""
     places: list[int] = []

@@ -95,6 +95,15 @@ def test_alpha_and_kl_by_hand(
     assert found.kl == pytest.approx(sum(divergences) / len(divergences), rel=1e-4)
 
 
+def test_a_head_of_nan_has_no_alpha(verifier: Verifier, tiny_medusa: Callable[..., Any]) -> None:
+    """Its drafts are never accepted, and nothing that is not a number is logged."""
+    head = tiny_medusa(verifier)
+    with torch.no_grad():
+        head.lm_heads[0].weight.fill_(float("nan"))
+    found = look(Evaluator(verifier, some_prompts(2), BUDGET, batch=2), head, chain(2))
+    assert (found["tau"], found["survival"], found["alpha"], found["kl"]) == (1.0, [0.0, 0.0], None, None)
+
+
 @pytest.mark.parametrize(
     ("tau", "counts", "best_tau", "best_counts", "expected"),
     [

@@ -95,7 +95,7 @@ def doctor(run_folder: Path, prompts: int, tokens: int) -> Diagnosis:
     recipe, head, verifier = open_run(run_folder)
     asked = prompts_to_answer(recipe, verifier, prompts, tokens)
     ids, names = [prompt.ids for prompt in asked], [prompt.id for prompt in asked]
-    diagnosis = examine(head, verifier, ids, names, tokens, read_provenance(run_folder))
+    diagnosis = examine(head, verifier, ids, names, tokens, read_provenance(run_folder), learns_adapter(recipe))
     return replace(diagnosis, accuracy=diagnosis.accuracy | {"logged": logged_accuracy(run_folder)})
 
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .data.chat import Sample, counts
-from .evaluation.record import template_digest
+from .evaluation.record import dtype_name, template_digest
 from .heads.verifier import Verifier
 
 
 def provenance(verifier: Verifier, samples: Sequence[Sample]) -> dict[str, Any]:
-    """verifier: its name and the hash of its weights; template: SHA-256 of the chat template; data: counts, and SHA-256 of
-    every sample's ids and mask in order."""
+    """verifier: its name, the hash of its weights and their precision; template: SHA-256 of the chat template; data: counts,
+    and SHA-256 of every sample's ids and mask in order."""
     digest = hashlib.sha256()
 
     def read() -> Iterator[Sample]:
@@ -22,7 +22,7 @@ def provenance(verifier: Verifier, samples: Sequence[Sample]) -> dict[str, Any]:
 
     counted = counts(read())
     return {
-        "verifier": {"name": verifier.name, "fingerprint": verifier.fingerprint},
+        "verifier": {"name": verifier.name, "fingerprint": verifier.fingerprint, "dtype": dtype_name(verifier)},
         "template": template_digest(verifier),
         "data": counted | {"sha256": digest.hexdigest()},
     }

@@ -27,13 +27,14 @@ NOT_COUNTED: dict[str, list[int]] = {"labels": [], "correct": []}
 
 def examine(
     head: DraftHead, verifier: Verifier, prompts: Sequence[Sequence[int]], names: Sequence[str], tokens: int,
-    record: Provenance | None,
+    record: Provenance | None, adapted: bool = False,
 ) -> Diagnosis:  # fmt: skip
     """Let the verifier answer the prompts (`names` are their ids) and compare training and decoding on what it wrote.
 
-    record: the run's provenance, None where there is none. Raises UserError when no answer is long enough.
+    record: the run's provenance, None where there is none; adapted: whether the verifier's adapter was learned beside the head,
+    so that the record is of the verifier without it. Raises UserError when no answer is long enough.
     """
-    checks = list(by_record(head, verifier, record))
+    checks = list(by_record(head, verifier, record, adapted))
     if checks[-1].healthy is False:  # columns without tokens: nothing can be drafted
         return Diagnosis(checks, accuracy(Comparison([], [], []), NOT_COUNTED))
     texts = write_texts(head, verifier, prompts, tokens)

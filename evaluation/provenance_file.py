@@ -6,10 +6,11 @@ from pydantic import BaseModel
 
 
 class Origin(BaseModel, frozen=True):
-    """A verifier, by the hash of its weights."""
+    """A verifier, by the hash of its weights in `dtype`, its configuration and its chat template."""
 
     name: str
     fingerprint: str
+    dtype: str | None = None  # absent where the run is older than this
 
 
 class Data(BaseModel, frozen=True):

@@ -25,6 +25,10 @@ def template_digest(verifier: Verifier) -> str:
     return digest(str(getattr(verifier.tokenizer, "chat_template", None) or ""))
 
 
+def dtype_name(verifier: Verifier) -> str:
+    return str(verifier.dtype).removeprefix("torch.")
+
+
 def vocabulary_digest(head: DraftHead) -> str:
     return digest(str(head.target_ids.tolist()))
 
@@ -35,10 +39,10 @@ def made_with(head: DraftHead, layers: Sequence[int]) -> dict[str, Any]:
     return {"layers": list(layers), "vocabulary": vocabulary_digest(head), "config": config}
 
 
-def by_record(head: DraftHead, verifier: Verifier, record: Provenance | None) -> Iterator[Check]:
+def by_record(head: DraftHead, verifier: Verifier, record: Provenance | None, adapted: bool) -> Iterator[Check]:
     """What the head folder and the verifier say today against what training was done with, and the vocabulary by itself.
 
-    record: the run's provenance, None where there is none.
+    record: the run's provenance, None where there is none; adapted: whether the verifier's adapter was learned beside the head.
     """
     trained = None if record is None else record.head
     unknown = "provenance.json does not say: the head was not trained here, or before this was recorded"
@@ -48,6 +52,7 @@ def by_record(head: DraftHead, verifier: Verifier, record: Provenance | None) ->
         same = record.template == template_digest(verifier)
         note = "the chat template of training" if same else "the verifier's chat template is not the one of training"
         yield Check("template", same, note, None if same else "template")
+    yield Check("verifier", None, unknown) if record is None else of_verifier(verifier, record, adapted)
     yield Check("configuration", None, unknown) if trained is None else of_configuration(head, trained)
     ids = head.target_ids
     fault = vocabulary_fault(ids, head.config.vocab_size)
@@ -55,6 +60,22 @@ def by_record(head: DraftHead, verifier: Verifier, record: Provenance | None) ->
         fault = "its tokens are not those of training"
     note = f"{len(ids)} of {head.config.vocab_size} tokens"
     yield Check("vocabulary", not fault, fault or note, "vocabulary map" if fault else None)
+
+
+def of_verifier(verifier: Verifier, record: Provenance, adapted: bool) -> Check:
+    """Its fingerprint is of more than its weights: it is compared where nothing but another verifier would change it."""
+    made, dtype = record.verifier, dtype_name(verifier)
+    if adapted:
+        return Check("verifier", None, "not compared: the record is of the verifier before it learned its adapter")
+    if made.dtype != dtype:
+        then = "in a precision that provenance.json does not say" if made.dtype is None else f"in {made.dtype}"
+        return Check("verifier", None, f"not compared: weights hashed {then}, here in {dtype}")
+    if record.template != template_digest(verifier):
+        return Check("verifier", None, "not compared: the chat template is part of its hash")
+    if made.fingerprint != verifier.fingerprint:
+        return Check("verifier", False, f"{verifier.name} has not the weights or the configuration of {made.name}, which the "
+                     "head was trained for", "verifier")  # fmt: skip
+    return Check("verifier", True, "the weights and the configuration of training")
 
 
 def of_configuration(head: DraftHead, trained: MadeWith) -> Check:

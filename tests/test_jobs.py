@@ -180,7 +180,7 @@ def test_a_head_from_chat_file_to_page(kind: str, write_recipe: Callable[..., Pa
     examined = headstart("doctor", folder, "--json")
     assert examined.code == 0, examined.out
     diagnosis = json.loads(examined.out)
-    assert [check["healthy"] for check in diagnosis["checks"]] == [True] * 7
+    assert [check["healthy"] for check in diagnosis["checks"]] == [True] * 8
     assert (diagnosis["healthy"], diagnosis["first"]) == (True, None)
     assert diagnosis["accuracy"]["logged"] == [line for line in metrics if "loss" in line][-1]["accuracy_by_depth"]
 
@@ -207,7 +207,8 @@ def test_a_head_from_chat_file_to_page(kind: str, write_recipe: Callable[..., Pa
 def test_the_doctor_names_what_was_changed_after_training(
     write_recipe: Callable[..., Path], verifier: Path, tmp_path: Path
 ) -> None:  # fmt: skip
-    """The verifier's chat template, the head's layer ids, its vocabulary; a run without a record is judged by what it does."""
+    """The verifier's chat template and weights, the head's layer ids, its vocabulary; a run without a record is judged by what
+    it does."""
     shutil.copytree(verifier, tmp_path / "verifier")
     folder, record, config = (tmp_path / name for name in ("run", "run/provenance.json", "run/head/config.json"))
     recipe = write_recipe("eagle3", verifier__model=str(tmp_path / "verifier"), training__steps=1)
@@ -234,7 +235,22 @@ def test_the_doctor_names_what_was_changed_after_training(
     tensors = load_file(weights)
     save_file(tensors | {"target_ids": tensors["target_ids"].flip(0).contiguous()}, weights)
     finds("vocabulary map")
+    twice = tensors["target_ids"].clone()
+    twice[1] = twice[0]
+    save_file(tensors | {"target_ids": twice}, weights)
+    finds("vocabulary map")
+    for command in ("eval", "lossless"):  # siblings may be the same token: nothing would be lossless
+        assert refused(command, folder) == (
+            f"the head's vocabulary (target_ids) cannot be drafted from: id {int(twice[0])} stands there 2 times"
+        )
     save_file(tensors, weights)
+
+    model = tmp_path / "verifier" / "model.safetensors"
+    its = load_file(model)
+    other = {name: tensor * 1.01 if name == "model.norm.weight" else tensor for name, tensor in its.items()}
+    save_file(other, model, metadata={"format": "pt"})
+    finds("verifier")
+    save_file(its, model, metadata={"format": "pt"})
 
     record.unlink()
     finds(None)

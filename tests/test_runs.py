@@ -192,6 +192,10 @@ def test_medusa_2_from_recipe_to_export(write: Build, base: Path, tmp_path: Path
     html = (run / "report.html").read_text()
     assert f"{kept['before']['perplexity']:.3f} → {kept['after']['perplexity']:.3f}" in html
 
+    checks = {check["name"]: check for check in json.loads(headstart("doctor", run, "--json").out)["checks"]}
+    assert checks["verifier"]["healthy"] is None  # the record is of the one without the adapter
+    assert all(check["healthy"] for name, check in checks.items() if name != "verifier")
+
     monkeypatch.setattr("headstart.judging.proof", lambda seed: iter(()))
     gates = json.loads(headstart("lossless", run, "--tokens", 1000, "--json").out)["gates"]
     assert [gate["passed"] for gate in gates if gate["name"].startswith("head, greedy")] == [True]

@@ -58,17 +58,15 @@ def verifier(tiny: Callable[..., Verifier]) -> Verifier:
 
 
 def diagnose(head: DraftHead, verifier: Verifier, record: dict[str, Any] | None = None) -> Diagnosis:
-    whole = {
-        "verifier": {"name": "tiny", "fingerprint": "0"},
-        "data": {"samples": 1, "tokens": 2, "supervised": 1, "sha256": "0"},
-    }
-    made = None if record is None else Provenance.model_validate(whole | record)
+    data = {"samples": 1, "tokens": 2, "supervised": 1, "sha256": "0"}
+    made = None if record is None else Provenance.model_validate({"data": data} | record)
     return examine(head.eval(), verifier, PROMPTS, NAMES, TOKENS, made)
 
 
 def recorded(head: DraftHead, verifier: Verifier) -> dict[str, Any]:
     """What a run folder keeps, for the doctor."""
-    return {"template": template_digest(verifier), "head": made_with(head, head.needs)}
+    its = {"name": verifier.name, "fingerprint": verifier.fingerprint, "dtype": "float32"}
+    return {"verifier": its, "template": template_digest(verifier), "head": made_with(head, head.needs)}
 
 
 def first(head: DraftHead, verifier: Verifier, record: dict[str, Any] | None = None) -> Check:
@@ -84,7 +82,7 @@ def test_a_healthy_head_passes(kind: str, verifier: Verifier, build: Any) -> Non
     found = diagnose(head, verifier, record)
     assert found.first is None, found.first
     assert [(check.name, check.healthy) for check in found.checks] == [
-        (name, True) for name in ("template", "configuration", "vocabulary", "states", "drafts", "mask", "labels")
+        (name, True) for name in ("template", "verifier", "configuration", "vocabulary", "states", "drafts", "mask", "labels")
     ]
     depths = head.depth or max(head.config.depth, 3)
     # each of the 4 answers of 14 tokens drafts its tokens 1..13 from a root before them: 13 - k at depth k
@@ -127,7 +125,7 @@ def test_accuracy_is_counted_by_hand(verifier: Verifier, build: Any) -> None:
 
 def test_without_a_record_what_needs_one_is_not_judged(verifier: Verifier, build: Any) -> None:
     found = diagnose(build("medusa")(verifier), verifier)
-    assert [check.healthy for check in found.checks] == [None, None, True, True, True, True, True]
+    assert [check.healthy for check in found.checks] == [None, None, None, True, True, True, True, True]
     assert found.first is None
 
 
@@ -143,6 +141,23 @@ def test_another_chat_template_is_named(verifier: Verifier, build: Any) -> None:
     verifier.tokenizer.chat_template += " "
     found = first(head, verifier, record)
     assert (found.name, found.cause) == ("template", "template")
+
+
+def test_another_verifier_of_the_same_sizes_is_named(verifier: Verifier, build: Any, tiny: Callable[..., Verifier]) -> None:
+    """Everything fits and decodes; the head was trained for another one. What else changes the hash is no verdict."""
+    head = build("medusa")(verifier)
+    record = recorded(head, tiny("llama", seed=5))
+    found = first(head, verifier, record)
+    assert (found.name, found.cause) == ("verifier", "verifier")
+    assert found.note == "llama has not the weights or the configuration of llama, which the head was trained for"
+    for other, told in (
+        ({"verifier": record["verifier"] | {"dtype": "bfloat16"}}, "weights hashed in bfloat16, here in float32"),
+        ({"verifier": record["verifier"] | {"dtype": None}}, "a precision that provenance.json does not say"),
+        ({"template": "0"}, "the chat template is part of its hash"),
+    ):
+        (check,) = [check for check in diagnose(head, verifier, record | other).checks if check.name == "verifier"]
+        assert check.healthy is None
+        assert told in check.note
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,10 @@ def of_drafts(head: DraftHead, verifier: Verifier, texts: Texts, parting: Partin
         return not bool(apart(log_q, parting.decoded, tolerance))
 
     row, at, depth = parting.row, parting.at, parting.depth
+    if bool(parting.trained.isnan().any()):
+        return UNKNOWN[
+            0
+        ], "log q is not a number in training already: the head's weights, or the verifier's states, are too large"
     if not bool(apart(parting.trained.sort().values, parting.decoded.sort().values, tolerance)):
         return "vocabulary map", "the same probabilities stand in other columns"
     where = torch.zeros_like(texts.batch.mask)

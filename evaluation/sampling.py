@@ -93,7 +93,7 @@ def probabilities(logits: Tensor, sampling: Sampling, present: Tensor | None = N
     x = precise(logits) if present is None else penalised(logits, sampling, present)
     if sampling.temperature == 0:
         return torch.zeros_like(x).scatter(-1, x.argmax(-1, keepdim=True), 1.0)
-    x = x / sampling.temperature
+    x = (x - x.amax(-1, keepdim=True)) / sampling.temperature  # finite however small the temperature
     if sampling.top_k is not None and sampling.top_k < x.shape[-1]:
         x = x.masked_fill(x < x.topk(sampling.top_k).values[..., -1:], float("-inf"))
     p = x.softmax(-1)
@@ -110,7 +110,8 @@ def draft_probabilities(log_q: Tensor, temperature: float) -> Tensor:
     """What a head's children are drawn from: log_q [..., Q] at the temperature. Raises UserError where it is no number."""
     log_q = precise(log_q)
     unknown = (log_q == float("-inf")).all(-1, keepdim=True)  # nothing is drafted here: any token is as good
-    q = (log_q.masked_fill(unknown, 0.0) / temperature).softmax(-1)
+    log_q = log_q.masked_fill(unknown, 0.0)
+    q = ((log_q - log_q.amax(-1, keepdim=True)) / temperature).softmax(-1)
     if bool(q.isnan().any()):
         raise UserError("the head's draft probabilities are not numbers (NaN): children cannot be drawn from them; the rule "
                         "candidates does not need them")  # fmt: skip

@@ -109,6 +109,7 @@ def test_case_56_a_head_for_a_verifier_with_an_adapter(
     assert evaluation["results"][0]["identical_to_greedy"] is True
     texts = [[token["text"] for token in e["results"][0]["example"]["tokens"]] for e in (evaluation, evaluated(plain))]
     assert texts[0] != texts[1]
+    assert headstart("doctor", run).code == 0  # the adapter is part of what the record is of
     monkeypatch.setattr("headstart.judging.proof", lambda seed: iter(()))
     proved = headstart("lossless", run, "--tokens", 1000, "--json")
     greedy = [gate for gate in json.loads(proved.out)["gates"] if gate["name"].startswith("head, greedy")]

@@ -334,6 +334,16 @@ def test_an_embedding_of_another_token(verifier: Verifier, build: Any, monkeypat
     assert "decoding embeds the token 1 too late" in found.note
 
 
+def test_a_head_of_nan_is_said_to_be_one(verifier: Verifier, build: Any) -> None:
+    """Both sides say the same, and neither is a number."""
+    head = build("eagle3")(verifier)
+    with torch.no_grad():
+        head.lm_head.weight.fill_(float("inf"))
+    found = first(head, verifier)
+    assert (found.name, found.cause, found.depth) == ("drafts", "unknown", 1)
+    assert found.note.startswith("log q is not a number in training already")
+
+
 class Swapped(MedusaSession):
     """Columns in another order than target_ids."""
 

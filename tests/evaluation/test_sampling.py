@@ -49,6 +49,7 @@ def by_definition(
 FIELDS: list[dict[str, Any]] = [
     {"temperature": 1.0},
     {"temperature": 0.4},
+    {"temperature": 1e-320},
     {"temperature": 2.0, "top_k": 3},
     {"temperature": 1.0, "top_k": 50},
     {"temperature": 0.9, "top_p": 0.6},
@@ -146,6 +147,11 @@ def test_what_remains_of_q() -> None:
     one = torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     third = 1 / 3
     assert remaining(one, torch.tensor([[True, False, False, False]])).tolist() == [[0, third, third, third]]
+
+
+def test_the_smallest_temperature_draws_the_likeliest() -> None:
+    log_q = torch.tensor([[-2.0, -0.5, -1.5], [-3.0, -2.5, -0.5]])
+    assert draft_probabilities(log_q, 5e-324).tolist() == [[0, 1, 0], [0, 0, 1]]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])

@@ -35,7 +35,9 @@ class Reads(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
-        masked = name == "__getitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool
+        index = args[1] if name in ("__getitem__", "__setitem__") else ()
+        parts = index if isinstance(index, tuple) else (index,)
+        masked = any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
         to_host = name == "to" and "cpu" in args[1:]  # by name: a device given as torch.device is the drafter's own
         self.count += name in READS or masked or to_host
         return function(*args, **(kwargs or {}))

@@ -432,6 +432,7 @@ DYNAMIC = "evaluation.trees=[{kind: chain, depth: 2}, {kind: dynamic, depth: 2, 
         (["evaluation.top_p=0"], "evaluation.top_p: must be more than 0.0, got 0"),
         (["evaluation.top_k=0"], "evaluation.top_k: must be at least 1, got 0"),
         (["evaluation.min_p=1.5"], "evaluation.min_p: must be at most 1.0, got 1.5"),
+        (["evaluation.repetition_penalty=0"], "evaluation.repetition_penalty: must be at least 0.01, got 0"),
     ],
 )
 def test_faulty_sampling(write: Any, overrides: list[str], message: str) -> None:

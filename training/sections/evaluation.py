@@ -37,7 +37,7 @@ class EvaluationSection(Section):
     top_k: int | None = Field(default=None, ge=1, description="likeliest tokens the verifier samples from; null is all")
     top_p: float = Field(default=1.0, gt=0, le=1, description="probability of the likeliest tokens it samples from; 1 is all")
     min_p: float = Field(default=0.0, ge=0, le=1, description="least probability, as a share of the likeliest token's")
-    repetition_penalty: float = Field(default=1.0, gt=0, description="divides the logits of tokens already there; 1 is none")
+    repetition_penalty: float = Field(default=1.0, ge=0.01, description="divides the logits of tokens already there; 1 is none")
     seed: int = Field(default=0, ge=0, lt=2**32, description="of sampling")
     max_new_tokens: int = Field(default=128, ge=1, description="tokens decoded a prompt")
     batch: int = Field(default=1, ge=1, description="prompts decoded at a time")

@@ -378,9 +378,16 @@ def test_a_killed_run_goes_on(
 
 
 def test_the_answers_of_the_file_may_be_kept(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
-    recipe = write_recipe("medusa", data__answers="keep", data__features="online", data__holdout=0.25, training__steps=1)
+    recipe = write_recipe(
+        "medusa", data__answers="keep", data__features="online", data__holdout=0.25, training__steps=1,
+        training__evaluate_seconds=1e-6, evaluation__batch=1,
+    )  # fmt: skip
     trained = headstart("train", recipe, "--run-folder", tmp_path / "run")
     assert trained.code == 0, trained.err
+    (look,) = [line["held_out"] for line in lines(tmp_path / "run" / "metrics.jsonl") if "held_out" in line]
+    assert (look["prompts"], look["of"], len(look["by_prompt"]), len(look["survival"])) == (1, 4, 1, 3)  # what the time is for
+    assert {"tau", "alpha", "kl", "conditional"} <= set(look)
+    assert "held out: 1 of 4 prompts fit into training.evaluate_seconds" in trained.err.replace("\n", " ")
     learned = 12 * (len("an answer of the file") + 1)
     assert f"{learned} supervised" in trained.err
     told = re.search(r"the verifier would choose (\d+)\.\d% of 264 supervised tokens itself", trained.err)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..heads.batch import Batch, shifted
+from ..heads.batch import Batch, sent, shifted
 from ..heads.cache import Ancestry
 from ..heads.drafter import DraftSession, FreeDrafter
 from ..heads.verifier import Features, Verifier
@@ -64,7 +64,7 @@ class ModelSession(DraftSession):
         self.nodes = Ancestry(batch, self.model.device)
 
     def start(self, prompts: Sequence[Sequence[int]]) -> None:
-        self.first = torch.tensor([prompt[0] for prompt in prompts], device=self.model.device)
+        self.first = sent([prompt[0] for prompt in prompts], self.model.device)
 
     @torch.no_grad()
     def observe(self, features: Features, next_ids: Tensor, counts: list[int]) -> Tensor:
@@ -79,7 +79,7 @@ class ModelSession(DraftSession):
         states = self.model.decode(self.drafter.known(ids), causal, depth, self.cache).last
         self.cache.advance(counts)
         self.nodes = Ancestry(len(counts), device)
-        last = states[torch.arange(len(counts), device=device), torch.tensor(counts, device=device) - 1]
+        last = states[torch.arange(len(counts), device=device), sent(counts, device) - 1]
         return self.drafter.log_q(last)
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..heads.batch import sent
 
 Rule = Literal["candidates", "without_replacement", "typical"]
 Dice = Callable[[Tensor], Tensor]  # weights [..., n], of any total -> a drawn index [...]
@@ -71,7 +72,7 @@ def dice(seed: int) -> Dice:
     def draw(weights: Tensor) -> Tensor:
         steps = weights.cumsum(-1)
         total = steps[..., -1:]
-        uniform = torch.rand(total.shape, generator=generator, dtype=torch.float64).to(weights)
+        uniform = sent(torch.rand(total.shape, generator=generator, dtype=torch.float64), weights.device).to(weights.dtype)
         mark = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
         return torch.searchsorted(steps, mark, right=True)[..., 0]  # the first step beyond the mark: never one of weight 0
 

@@ -15,7 +15,7 @@ def export(order: Order) -> Export:
     """The original layout: every head has all V rows, so a shared lm_head is written once for each head."""
     head = order.head
     if not isinstance(head, MedusaHead):
-        raise refusal("medusa", f"this layout holds Medusa heads, this one is {head.kind}", "--to eagle")
+        raise refusal("medusa", f"this layout holds Medusa heads, this one is {head.kind}", "--to vllm")
     config = head.config
     if config.draft_vocab_size != config.vocab_size:
         raise refusal("medusa", f"its heads rank the whole vocabulary of {config.vocab_size}, this head knows "

@@ -1,5 +1,6 @@
 """Samples as the rows of a batch. Shapes: B rows, T tokens, K depths."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,12 @@ def shifted(x: Tensor, by: int, fill: Any) -> Tensor:
     if by < x.shape[1]:
         out[:, : x.shape[1] - by] = x[:, by:]
     return out
+
+
+def sent(values: Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    """Numbers from the host to a device. A GPU is not waited for."""
+    here = torch.as_tensor(values)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
 def take_rows(x_BTd: Tensor, rows_BR: Tensor) -> Tensor:

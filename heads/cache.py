@@ -7,11 +7,15 @@ Sliding-window layers keep every token here and the window lives in the mask, so
 Shapes: B rows, H key/value heads, T new tokens, N uncommitted tokens, S slots, D head size.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .batch import sent
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -55,23 +59,39 @@ class RaggedCache(Cache):
         self.capacity = capacity
         self.lengths: list[int] = [0] * batch  # kept on the host: reading them never waits for the device
         self.pending = 0  # uncommitted tokens a row already holds, where a tree is written level by level
+        self.recorded: dict[Any, Any] = {}  # passes over these very tensors (see repeated.py)
+        self.fixed: tuple[Tensor, int] | None = None  # slots [B, T] and end of a pass that is being recorded
         super().__init__(layers=[RaggedLayer(self) for _ in range(layers)])
 
     def write(self, store_BHSD: Tensor, new_BHTD: Tensor) -> Tensor:
         """Put T new tokens behind those that each row holds; returns the slots that any row uses, [B, H, S, D]."""
         tokens = new_BHTD.shape[2]
-        end = max(self.lengths) + self.pending + tokens
+        end = self.end(tokens)
         assert end <= self.capacity, f"cache of {self.capacity} slots is too small for {end} tokens"
-        if min(self.lengths) == max(self.lengths):
+        if self.fixed is None and min(self.lengths) == max(self.lengths):
             store_BHSD[:, :, end - tokens : end] = new_BHTD
-        else:
-            rows = torch.arange(len(self.lengths), device=store_BHSD.device)[:, None]
-            store_BHSD[rows, :, self.slots(tokens, store_BHSD.device)] = new_BHTD.transpose(1, 2)
+            return store_BHSD[:, :, :end]
+        slots, end = (self.slots(tokens, store_BHSD.device), end) if self.fixed is None else self.fixed
+        rows = torch.arange(len(self.lengths), device=store_BHSD.device)[:, None]
+        store_BHSD[rows, :, slots] = new_BHTD.transpose(1, 2)
         return store_BHSD[:, :, :end]
+
+    @contextmanager
+    def writing_at(self, slots: Tensor, end: int) -> Iterator[None]:
+        """A pass that does not know the rows' lengths: new tokens go to `slots` [B, T], all slots before `end` are read."""
+        self.fixed = slots, end
+        try:
+            yield
+        finally:
+            self.fixed = None
+
+    def end(self, tokens: int) -> int:
+        """Slots in use by the longest row with `tokens` new tokens."""
+        return max(self.lengths) + self.pending + tokens
 
     def slots(self, tokens: int, device: torch.device) -> Tensor:
         """[B, T]: where the next `tokens` tokens of every row go."""
-        starts = torch.tensor(self.lengths, device=device)
+        starts = sent(self.lengths, device)
         return starts[:, None] + self.pending + torch.arange(tokens, device=device)
 
     def commit(self, nodes_BP: Tensor, counts: list[int]) -> None:
@@ -80,7 +100,7 @@ class RaggedCache(Cache):
         nodes_BP: [B, P] indices among the new tokens; entries beyond counts[b] may be any valid index.
         """
         device = nodes_BP.device
-        sources = torch.tensor(self.lengths, device=device)[:, None] + nodes_BP
+        sources = sent(self.lengths, device)[:, None] + nodes_BP
         targets = self.slots(nodes_BP.shape[1], device)
         rows = torch.arange(len(counts), device=device)[:, None]
         for layer in self.layers:
@@ -97,6 +117,7 @@ class RaggedCache(Cache):
     def keep_rows(self, rows: list[int]) -> None:
         """Drop all rows but these (finished sequences leave the batch)."""
         self.lengths = [self.lengths[row] for row in rows]
+        self.recorded.clear()
         for layer in self.layers:
             if layer.is_initialized:  # a row may leave before the first forward pass
                 layer.keys, layer.values = layer.keys[rows], layer.values[rows]
@@ -110,7 +131,7 @@ def visible(cache_lengths: list[int], tree_BTN: Tensor, depth_BN: Tensor, window
     window: tokens at a distance of `window` or more are hidden (sliding attention); None sees all.
     """
     device = tree_BTN.device
-    lengths_B = torch.tensor(cache_lengths, device=device)
+    lengths_B = sent(cache_lengths, device)
     batch, queries, tokens = len(cache_lengths), tree_BTN.shape[-2], tree_BTN.shape[-1]
     slots_S = torch.arange(max(cache_lengths) + tokens, device=device)
     new_BS = slots_S[None] - lengths_B[:, None]  # index among the uncommitted tokens, negative for committed ones
@@ -164,7 +185,7 @@ class Ancestry:
 
     def newest(self, lengths: list[int], count: int) -> tuple[Tensor, Tensor]:
         """Of the last `count` nodes: positions [B, M], and which slots they see, bool [B, M, S]."""
-        starts = torch.tensor(lengths, device=self.depths.device)[:, None]
+        starts = sent(lengths, self.depths.device)[:, None]
         first = self.depths.shape[1] - count
         return starts + self.depths[:, first:], visible(lengths, self.seen[:, first:], self.depths, None)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .batch import sent
 from .verifier import Features, Verifier
 
 Choose = Callable[[Tensor, list[int]], Tensor]  # logits [B, V] and the prompt's number of each row -> next tokens [B]
@@ -40,7 +41,7 @@ def generate_with_features(
     features, _ = verifier.prefill(prompts, cache, layers or ())
     recorder = None if layers is None else Recorder(features, list(cache.lengths), max_new_tokens)
     rows = torch.arange(len(prompts), device=verifier.device)
-    hidden = features.last[rows, torch.tensor(cache.lengths, device=verifier.device) - 1]
+    hidden = features.last[rows, sent(cache.lengths, verifier.device) - 1]
     one = torch.ones(1, 1, 1, dtype=torch.bool, device=verifier.device)
     depth = torch.zeros(1, 1, dtype=torch.long, device=verifier.device)
     answers: list[list[int]] = [[] for _ in prompts]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .base import DraftHead, HeadConfig, check_fits, columns_of, register, target_rows
-from .batch import Batch, shifted
+from .batch import Batch, sent, shifted
 from .drafter import LevelSession
 from .losses import HeadLoss, SoftLoss, linear_cross_entropy
 from .verifier import Features, Verifier
@@ -146,7 +146,7 @@ class MedusaSession(LevelSession):
     @torch.no_grad()
     def observe(self, features: Features, next_ids: Tensor, counts: list[int]) -> Tensor:
         rows = torch.arange(len(counts), device=next_ids.device)
-        hidden = features.last[rows, torch.tensor(counts, device=next_ids.device) - 1].float()
+        hidden = features.last[rows, sent(counts, next_ids.device) - 1].float()
         logits = [blocks(hidden) @ weight.T for blocks, weight in zip(self.head.blocks, self.weights, strict=True)]
         self.log_q = torch.stack(logits, 1).log_softmax(-1)  # [B, K, Q]
         self.level = 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .base import check_fits
-from .batch import Batch, take_rows
+from .batch import Batch, sent, take_rows
 from .cache import RaggedCache, additive
 from .drafter import LevelSession
 from .layers import attend
@@ -60,7 +60,7 @@ class ParallelSession(LevelSession):
     def observe(self, features: Features, next_ids: Tensor, counts: list[int]) -> Tensor:
         device, hidden = next_ids.device, features.last.float()
         positions = self.cache.slots(hidden.shape[1], device)
-        last = torch.tensor(counts, device=device)[:, None] - 1
+        last = sent(counts, device)[:, None] - 1
         slots = torch.arange(max(self.cache.lengths) + hidden.shape[1], device=device)
         mask = additive(slots[None, None] <= positions.gather(1, last)[:, :, None], hidden.dtype)  # the last real row asks
         states = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .base import check_fits
-from .batch import Batch, take_rows
+from .batch import Batch, sent, take_rows
 from .cache import Ancestry, RaggedCache, additive, visible
 from .drafter import DraftSession
 from .layers import attend
@@ -75,7 +75,7 @@ class SequentialSession(DraftSession):
         self.cache.pending = 0
         embedding = self.verifier.embed(next_ids).float()
         positions = self.cache.slots(size, device)
-        end = torch.tensor(counts, device=device)[:, None] - 1
+        end = sent(counts, device)[:, None] - 1
         causal = torch.ones(1, size, size, dtype=torch.bool, device=device).tril()
         seen = visible(self.cache.lengths, causal, torch.arange(size, device=device)[None], None)
         hidden, newest = features.last.float(), []

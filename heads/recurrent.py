@@ -14,10 +14,11 @@ from torch import Tensor
 
 from .attention import Sight, attend_with_own, sight
 from .base import DraftHead, check_fits, columns_of
-from .batch import Batch, take_rows
+from .batch import Batch, sent, take_rows
 from .cache import Ancestry, RaggedCache, additive, visible
 from .drafter import DraftSession
 from .layers import DecoderLayer, RotaryPositions, attend
+from .repeated import Inputs
 from .verifier import Features, Verifier
 
 
@@ -139,7 +140,7 @@ class RecurrentSession(DraftSession):
         size = next_ids.shape[1]
         residual, x = head.join(self.verifier.embed(next_ids).float(), head.source(features))
         positions = self.cache.slots(size, device)
-        last = torch.tensor(counts, device=device)[:, None] - 1
+        last = sent(counts, device)[:, None] - 1
         causal = torch.ones(1, size, size, dtype=torch.bool, device=device).tril()
         seen = visible(self.cache.lengths, causal, torch.arange(size, device=device)[None], None)
         seen = seen.gather(1, last[:, :, None].expand(-1, -1, seen.shape[2]))  # only the last real row asks
@@ -164,10 +165,18 @@ class RecurrentSession(DraftSession):
         self, residual: Tensor, x_keys: Tensor, x: Tensor, key_positions: Tensor, positions: Tensor, seen: Tensor
     ) -> Tensor:
         """The layer at `x` [B, M, i] with its residual, after writing the keys and values of `x_keys`."""
+        inputs = {"residual": residual, "x_keys": x_keys, "x": x, "key_positions": key_positions, "positions": positions}
+        (state,) = self.verifier.repeated.run(
+            self.cache, f"{self.head.kind} layer", x_keys.shape[1], inputs, {"": seen}, self.layer
+        )
+        return state
+
+    def layer(self, inputs: Inputs, seen: Inputs) -> list[Tensor]:
         attention, rotary = self.head.block.self_attn, self.head.rotary
-        keys, values = self.cache.layers[0].update(*attention.key_value(x_keys, *rotary(key_positions)))
-        q = attention.query(x, *rotary(positions))
-        return self.head.block.finish(residual, attend(q, keys, values, additive(seen, q.dtype)))
+        keys_values = attention.key_value(inputs["x_keys"], *rotary(inputs["key_positions"]))
+        keys, values = self.cache.layers[0].update(*keys_values)
+        q = attention.query(inputs["x"], *rotary(inputs["positions"]))
+        return [self.head.block.finish(inputs["residual"], attend(q, keys, values, additive(seen[""], q.dtype)))]
 
     def keep_rows(self, rows: list[int]) -> None:
         self.cache.keep_rows(rows)

@@ -17,11 +17,13 @@ from transformers import PreTrainedModel
 
 from ..errors import UserError, first_line
 from .adapters import Adapter, load_adapter
+from .batch import sent
 from .cache import RaggedCache, additive, visible, within_documents
 from .capture import captured, concatenate
 from .facts import attention_windows, check_attends, find_layers, read_facts
 from .loading import load_model, load_tokenizer
 from .packed import pack_linears
+from .repeated import Inputs, Repeated
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Verifier:
         self.lm_head: nn.Linear = model.get_output_embeddings()
         self.layers = find_layers(self.decoder, self.config.num_hidden_layers)
         self._windows = attention_windows(self.config)
+        self.repeated = Repeated()
         self.facts = read_facts(model, self.lm_head)
         accepted = inspect.signature(self.decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
@@ -171,13 +174,20 @@ class Verifier:
         tree: bool [B or 1, T, N], whom the new tokens see among the N uncommitted ones, of which they are the last; depth:
         [B or 1, N], position after the row's length.
         """
-        starts = torch.tensor(cache.lengths, device=ids.device)[:, None]
+        starts = sent(cache.lengths, ids.device)[:, None]
         positions = (starts + depth[:, -ids.shape[1] :]).clamp(max=self.facts.max_position_embeddings - 1)
-        mask = self._masks({kind: visible(cache.lengths, tree, depth, window) for kind, window in self._windows.items()})
+        seen = {kind: visible(cache.lengths, tree, depth, window) for kind, window in self._windows.items()}
         extra = {self._cache_argument: cache, "use_cache": True}
-        with captured(self.layers, layers) as states:
-            out = self.decoder(input_ids=ids, position_ids=positions, attention_mask=mask, **extra)
-        return Features(out.last_hidden_state, concatenate(states, out.last_hidden_state))
+
+        def compute(inputs: Inputs, seen: Inputs) -> list[Tensor]:
+            with captured(self.layers, layers) as states:
+                last = self.decoder(**inputs, attention_mask=self._masks(seen), **extra).last_hidden_state
+            return [last, concatenate(states, last)]
+
+        inputs = {"input_ids": ids, "position_ids": positions}
+        if self.sharded:  # its other owners would have to record with it
+            return Features(*compute(inputs, seen))
+        return Features(*self.repeated.run(cache, f"verifier, layers {[*layers]}", ids.shape[1], inputs, seen, compute))
 
     def _masks(self, seen: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
         """Who sees whom, bool [B, T, S] for each kind of layer, as a decoder takes it: by kind where there are several."""

@@ -1,17 +1,19 @@
 """On a CUDA device: what a CPU computes, a GPU computes (run by `make gpu`)."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from headstart.evaluation.decode import speculate
+from headstart.evaluation.decode import Clock, Decoded, rounds, speculate
 from headstart.evaluation.evaluate import Evaluator, Prompt
 from headstart.evaluation.lossless import own_text
 from headstart.evaluation.sampling import Sampling
 from headstart.evaluation.tree import AnyTree, DynamicTree, StaticTree, chain
+from headstart.heads import repeated
 from headstart.heads.base import DraftHead
 from headstart.heads.batch import Batch
 from headstart.heads.generate import generate
@@ -51,6 +53,44 @@ def test_trees_write_what_plain_decoding_writes(
     head = new_head(verifier).to("cuda")
     decoded, _ = speculate(verifier, head, tree, PROMPTS, 48)
     assert [answer.tokens for answer in decoded] == generate(verifier, PROMPTS, 48)
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.kind)
+def test_a_round_waits_once(
+    tree: AnyTree, verifier: Verifier, tiny_eagle3: Callable[..., DraftHead], recwarn: pytest.WarningsRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What waits is what hands the round's tokens to the host."""
+    monkeypatch.delitem(repeated.RECORDERS, "cuda")  # recording waits
+    verifier.facts = dataclasses.replace(verifier.facts, stop_ids=())
+    head = tiny_eagle3(verifier).to("cuda")
+    done = [Decoded() for _ in PROMPTS]
+    going = rounds(verifier, head, tree, PROMPTS, 120, done, Clock(verifier.device))
+    next(going)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        recwarn.clear()
+        warnings.simplefilter("always")
+        for _ in range(4):
+            next(going)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in recwarn if "synchronizing" in str(w.message)]) == 4
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.kind)
+def test_passes_are_replayed(
+    tree: AnyTree, verifier: Verifier, tiny_eagle3: Callable[..., DraftHead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verifier.facts = dataclasses.replace(verifier.facts, stop_ids=())
+    head, replays = tiny_eagle3(verifier).to("cuda"), []
+    replay = repeated.Recorded.__call__
+    monkeypatch.setattr(repeated.Recorded, "__call__", lambda *given: replays.append(given) or replay(*given))
+    replayed, _ = speculate(verifier, head, tree, PROMPTS, 120)
+    assert len(replays) > 100
+    assert not verifier.repeated.refused
+    monkeypatch.delitem(repeated.RECORDERS, "cuda")
+    assert [answer.tokens for answer in replayed] == [a.tokens for a in speculate(verifier, head, tree, PROMPTS, 120)[0]]
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])

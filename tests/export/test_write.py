@@ -387,7 +387,7 @@ REFUSED = {
     ("speculators", "medusa"): r"this one is medusa; nearest alternative: --to vllm",
     ("tensorrt-llm", "medusa"): r"this one is medusa; nearest alternative: --to vllm \(TensorRT-LLM had Medusa",
     ("eagle", "medusa"): r"this one is medusa; nearest alternative: --to medusa",
-    ("medusa", "eagle3"): r"this layout holds Medusa heads, this one is eagle3; nearest alternative: --to eagle",
+    ("medusa", "eagle3"): r"this layout holds Medusa heads, this one is eagle3; nearest alternative: --to vllm",
     ("medusa", "pruned"): r"the whole vocabulary of 96, this head knows 5 tokens; nearest alternative: --to vllm",
     ("eagle", "layers"): r"reads the states \[2, 4, 5\], this head \[1, 3, 6\]; nearest alternative: --to vllm",
     ("tensorrt-llm", "layers"): r"reads \[2, 4, 5\], this head \[1, 3, 6\]; nearest alternative: --to vllm",

@@ -28,9 +28,8 @@ def of_drafts(head: DraftHead, verifier: Verifier, texts: Texts, parting: Partin
 
     row, at, depth = parting.row, parting.at, parting.depth
     if bool(parting.trained.isnan().any()):
-        return UNKNOWN[
-            0
-        ], "log q is not a number in training already: the head's weights, or the verifier's states, are too large"
+        note = "log q is not a number in training already: the head's weights, or the verifier's states, are too large"
+        return UNKNOWN[0], note
     if not bool(apart(parting.trained.sort().values, parting.decoded.sort().values, tolerance)):
         return "vocabulary map", "the same probabilities stand in other columns"
     where = torch.zeros_like(texts.batch.mask)

@@ -17,6 +17,7 @@ from .diagnosis import Check, Diagnosis
 from .parity import Comparison, Texts, apart, compare, write_texts
 from .provenance_file import Provenance
 from .record import by_record
+from .shown import shown
 from .supervision import of_loss, of_mask
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # share of the largest value by which equal things may differ
@@ -41,7 +42,7 @@ def examine(
     if not bool(texts.drafted_from.any()):
         raise UserError(f"doctor: none of the {len(prompts)} answers has two tokens, so nothing is drafted; ask other prompts")
     tolerance = TOLERANCE.get(verifier.dtype, COARSE)
-    checks.append(of_states(head, verifier, texts, names, tolerance))
+    checks += [of_states(head, verifier, texts, names, tolerance), of_rounds(head, verifier, texts, names, tolerance)]
     supervised = head.supervised(texts.batch, texts.trained)
     depths = head.depth or max(len(supervised), 3)  # a head that goes on for ever is served deeper than it is trained
     found = compare(head, verifier, texts, depths, tolerance)
@@ -67,6 +68,24 @@ def accuracy(found: Comparison, loss: dict[str, list[int]]) -> dict[str, list[An
         "loss_labels": loss["labels"],
         "loss": shares(loss["correct"], loss["labels"]),
     }
+
+
+def of_rounds(head: DraftHead, verifier: Verifier, texts: Texts, names: Sequence[str], tolerance: float) -> Check:
+    """The verifier's states in one pass and as rounds of the decoding loop hand them to the head, accepted drafts' included."""
+    count = 0
+    for row, states in enumerate(shown(verifier, texts, head.needs)):
+        size = len(states.last)
+        pairs = [(texts.trained.last[row, :size], states.last)]
+        if head.needs:
+            pairs += zip(texts.trained.layers[row, :size].chunk(len(head.needs), -1),
+                         states.layers.chunk(len(head.needs), -1), strict=True)  # fmt: skip
+        wrong = torch.stack([apart(a.float(), b.float(), tolerance) for a, b in pairs]).any(0)
+        if bool(wrong.any()):
+            at = int(wrong.int().argmax())
+            return Check("rounds", False, f"rounds over a tree show the head another state of token {at} than one pass has",
+                         causes.UNKNOWN[0], None, names[row], at)  # fmt: skip
+        count += size
+    return Check("rounds", True, f"{count} states handed on by rounds over a tree within {tolerance:g}")
 
 
 def of_states(head: DraftHead, verifier: Verifier, texts: Texts, names: Sequence[str], tolerance: float) -> Check:

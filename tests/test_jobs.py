@@ -180,7 +180,7 @@ def test_a_head_from_chat_file_to_page(kind: str, write_recipe: Callable[..., Pa
     examined = headstart("doctor", folder, "--json")
     assert examined.code == 0, examined.out
     diagnosis = json.loads(examined.out)
-    assert [check["healthy"] for check in diagnosis["checks"]] == [True] * 8
+    assert [check["healthy"] for check in diagnosis["checks"]] == [True] * 9
     assert (diagnosis["healthy"], diagnosis["first"]) == (True, None)
     assert diagnosis["accuracy"]["logged"] == [line for line in metrics if "loss" in line][-1]["accuracy_by_depth"]
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from headstart.data.features import compute
-from headstart.evaluation import parity
+from headstart.evaluation import decode, parity
 from headstart.evaluation.diagnosis import Check, Diagnosis
 from headstart.evaluation.doctor import examine
 from headstart.evaluation.provenance_file import Provenance
 from headstart.evaluation.record import made_with, template_digest
+from headstart.evaluation.shown import shown
 from headstart.heads import generate, medusa, mtp_parallel, recurrent
 from headstart.heads.base import DraftHead
 from headstart.heads.cache import Ancestry
@@ -82,7 +83,8 @@ def test_a_healthy_head_passes(kind: str, verifier: Verifier, build: Any) -> Non
     found = diagnose(head, verifier, record)
     assert found.first is None, found.first
     assert [(check.name, check.healthy) for check in found.checks] == [
-        (name, True) for name in ("template", "verifier", "configuration", "vocabulary", "states", "drafts", "mask", "labels")
+        (name, True)
+        for name in ("template", "verifier", "configuration", "vocabulary", "states", "rounds", "drafts", "mask", "labels")
     ]
     depths = head.depth or max(head.config.depth, 3)
     # each of the 4 answers of 14 tokens drafts its tokens 1..13 from a root before them: 13 - k at depth k
@@ -125,7 +127,7 @@ def test_accuracy_is_counted_by_hand(verifier: Verifier, build: Any) -> None:
 
 def test_without_a_record_what_needs_one_is_not_judged(verifier: Verifier, build: Any) -> None:
     found = diagnose(build("medusa")(verifier), verifier)
-    assert [check.healthy for check in found.checks] == [None, None, None, True, True, True, True, True]
+    assert [check.healthy for check in found.checks] == [None, None, None, True, True, True, True, True, True]
     assert found.first is None
 
 
@@ -457,6 +459,38 @@ def test_positions_off_by_one_in_the_verifiers_decoding(verifier: Verifier, buil
     found = first(build("medusa")(verifier), verifier)
     assert (found.name, found.cause, found.text, found.position) == ("states", "positions", "a", len(PROMPTS[0]))
     assert found.note == "the verifier decodes token 5 at position 6"
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_rounds_accept_what_is_known_and_show_every_state(family: str, tiny: Callable[..., Verifier], build: Any) -> None:
+    """Three tokens a round; states against transformers' own, up to the last round's."""
+    verifier = tiny(family, eos_token_id=None)
+    texts = parity.write_texts(build("eagle3")(verifier), verifier, PROMPTS, TOKENS)
+    found = shown(verifier, texts, (1, 3))
+    for row, (prompt, states) in enumerate(zip(PROMPTS, found, strict=True)):
+        ids = texts.batch.ids[row : row + 1, : len(prompt) + TOKENS]
+        with torch.no_grad():
+            own = verifier.model(ids, output_hidden_states=True).hidden_states
+        size = len(states.last)
+        assert size == len(prompt) + 12  # the prefill's token, four rounds of three, and a fifth whose states nobody asks for
+        torch.testing.assert_close(states.last, own[-1][0, :size], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(states.layers, torch.cat([own[1], own[3]], -1)[0, :size], atol=1e-4, rtol=1e-4)
+
+    stop = int(texts.batch.ids[1, len(PROMPTS[1])])  # the second answer ends at once
+    verifier.facts = dataclasses.replace(verifier.facts, stop_ids=(stop,))
+    texts = parity.write_texts(build("eagle3")(verifier), verifier, PROMPTS, TOKENS)
+    assert [len(states.last) > 0 for states in shown(verifier, texts, (1, 3))] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_states_of_the_wrong_nodes(kind: str, verifier: Verifier, build: Any, monkeypatch: Any) -> None:
+    """The loop accepts the right tokens and hands on the states of their neighbours: the text is right, tau is not."""
+    honest = decode.take_rows
+    monkeypatch.setattr(decode, "take_rows", lambda x, rows: honest(x, (rows - 1).clamp(min=0)))
+    found = first(KINDS[kind](build, verifier), verifier)
+    assert (found.name, found.cause, found.text) == ("rounds", "unknown", "a")
+    assert found.position == len(PROMPTS[0]) + 1  # the first draft that was accepted
+    assert "show the head another state of token 6" in found.note
 
 
 def test_features_of_another_text_part_without_a_known_cause(verifier: Verifier, build: Any, monkeypatch: Any) -> None:

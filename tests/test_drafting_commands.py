@@ -90,6 +90,9 @@ def test_eval_of_a_benchmark_by_path_and_category(run: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (["training.steps=9"], "training.steps: the head is trained; what can be another where it is judged: evaluation, "),
+        (["data.holdout=0.5"], "data.holdout: the head is trained; "),
+        (["--drafter", "prompt_lookup", "--tree", "dynamic:2,300,9"], "asks for 300 children of a node; its drafter knows 260"),
         (["--drafter", "oracle"], "evaluation.drafters.0.kind: "),
         (["--drafter", "truncated:9"], "truncated: 9 layers; verifier "),
         (["--drafter", "truncated:many"], "evaluation.drafters.0.layers: must be a whole number"),

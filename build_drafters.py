@@ -1,12 +1,13 @@
 """From a recipe's list of drafters to objects that draft."""
 
-from .evaluation.draft_model import ModelDrafter
+from .evaluation.draft_model import ModelDrafter, check_tokenizer
 from .evaluation.hierarchical import Hierarchical
 from .evaluation.lookahead import Lookahead
 from .evaluation.ngrams import PromptLookup
 from .heads.base import DraftHead
 from .heads.drafter import Drafter
-from .heads.truncated import first_layers
+from .heads.loading import load_tokenizer
+from .heads.truncated import check_layers, first_layers
 from .heads.verifier import Verifier
 from .training.recipe import Recipe
 from .training.sections.drafter import (
@@ -17,6 +18,15 @@ from .training.sections.drafter import (
     PromptLookupSection,
     TruncatedSection,
 )
+
+
+def check_drafters(recipe: Recipe, verifier: Verifier) -> None:
+    """Refuse what `build_drafters` would, as far as it shows without loading another model."""
+    for section in recipe.evaluation.drafters:
+        if isinstance(section, TruncatedSection):
+            check_layers(verifier, section.layers)
+        elif isinstance(section, ModelSection):
+            check_tokenizer(section.model, load_tokenizer(section.model), verifier.tokenizer)
 
 
 def build_drafters(recipe: Recipe, head: DraftHead, verifier: Verifier) -> list[tuple[str, Drafter]]:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from .build import build_evaluator, build_plan, build_settings, build_tree
-from .build_heads import build_head, ready
+from .build_heads import build_head, check_trees, ready
 from .build_start import start_from
 from .build_strategy import build_strategy, check_processes
 from .data.stored import StoredFeatures
@@ -72,7 +72,7 @@ def new_head(recipe: Recipe, run_folder: Path, workshop: Workshop) -> DraftHead:
     assert not head.needs or head.needs == workshop.layers, "the workshop was opened for other layers"
     if isinstance(workshop.features, StoredFeatures):
         assert head.needs or workshop.features.layout.everywhere, "the store is of a head that reads less of the last state"
-    check_trees(recipe, head)
+    check_trees(recipe, head.depth, len(head.target_ids))
     return head
 
 
@@ -82,14 +82,6 @@ def begin(recipe: Recipe, run_folder: Path, head: DraftHead, workshop: Workshop)
     workshop.conversations.skips.write(run_folder / "skipped.jsonl")
     made = made_with(head, workshop.layers if head.needs else ())
     write_provenance(run_folder, provenance(workshop.verifier, workshop.samples) | {"head": made})
-
-
-def check_trees(recipe: Recipe, head: DraftHead) -> None:
-    """A head that training goes on from may have other depths than the recipe's section says."""
-    for tree in recipe.evaluation.trees:
-        if head.depth is not None and tree.depth > head.depth:
-            raise UserError(f"evaluation.trees: a {tree.kind} tree of depth {tree.depth} is deeper than the head, which has "
-                            f"{head.depth}")  # fmt: skip
 
 
 def told(found: dict[str, Any]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def inexpressible(folder: Folder, engine: str) -> Iterator[str]:
         yield "its residual is the normed hidden state (norm_before_residual); heads here keep the one before the norm"
     for name in ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias", "bias"):
         if config.get(name) or layer.get(name):
-            yield f"{name} is true; heads here have no such part"
+            yield f"{name} is true; no published head with such a part can be read"
     if config.get("target_hidden_size") not in (None, layer["hidden_size"]):
         yield "its hidden size differs from the verifier's; heads here share it"
     if layer.get("hidden_act", "silu") != "silu":

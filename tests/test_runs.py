@@ -298,6 +298,22 @@ def test_medusa_2_starts_from_a_published_head(publish: Build, write: Build, tmp
     assert any(tensor.abs().max() > 0 for name, tensor in weights.items() if "lora_B" in name)
 
 
+def test_a_head_of_medusa_2_is_for_the_verifier_with_its_adapter(
+    publish: Build, write: Build, lora: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    publish("medusa", **PUBLISHED["medusa"])
+    folder = tmp_path / "own" / "medusa"
+    shutil.copytree(lora, folder / "adapter")
+    section = {"kind": "medusa", "start": str(folder)}
+    assert refused("train", write(head=section, **SLOW), "--run-folder", tmp_path / "run") == (
+        f"head.start: {folder} was trained with the adapter in it: set verifier.adapter to {folder / 'adapter'}, or take the "
+        "folder without it for a verifier that has it merged in"
+    )
+    recipe = write(head=section, verifier__adapter=str(folder / "adapter"), **SLOW)
+    trained = headstart("train", recipe, "--run-folder", tmp_path / "run")
+    assert trained.code == 0, trained.err
+
+
 @pytest.mark.parametrize(("section", "reason"), [
     ({"kind": "medusa"}, "head.kind: medusa in the recipe, eagle3 in {folder}; it cannot change"),
     ({"draft_vocabulary": 50}, "head: the recipe asks for 50 tokens, the head in {folder} drafts 82; the vocabulary of an "
@@ -324,4 +340,4 @@ def test_a_started_head_may_be_less_deep_than_the_trees(publish: Build, write: B
     folder = publish("medusa", heads=2)
     recipe = write(head={"kind": "medusa", "start": str(folder)})
     told = refused("train", recipe, "--run-folder", tmp_path / "run")
-    assert told == "evaluation.trees: a chain tree of depth 3 is deeper than the head, which has 2"
+    assert told == "evaluation.trees: a chain tree of depth 3 is deeper than its drafter, which has 2"

@@ -160,7 +160,10 @@ def with_adapter(
     by_muon = learned if recipe.training.optimizer == "muon" and section.rate == 1 else 0
     facts = read_facts(model, model.get_output_embeddings())
     head = replace(head, parameters=head.parameters + learned, matrices=head.matrices + by_muon)
-    return head, replace(work, online=True, kept=facts.num_hidden_layers * kept_by_layer(facts))
+    kept = kept_by_layer(facts)
+    if section.dropout:  # each projection's input once more, as the adapter sees it
+        kept += 5 * facts.hidden_size + facts.num_attention_heads * facts.head_dim + facts.intermediate_size
+    return head, replace(work, online=True, kept=facts.num_hidden_layers * kept)
 
 
 def advice(strategy: Strategy, ranks: int, sizes: VerifierSizes, work: Work) -> str:

@@ -40,6 +40,8 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     if isinstance(head, AdaptedMedusa):  # judged with the adapter where it learns
         evaluator = build_evaluator(recipe, workshop.verifier, workshop.holdout)
     section, plan = recipe.training, build_plan(recipe, workshop.samples)
+    if isinstance(head, AdaptedMedusa) and (len(plan) - 1) / len(plan) < head.together.heads_only:
+        raise UserError(f"head.adapter.heads_only: {head.together.heads_only} of {len(plan)} steps leave none to the adapter")
     if is_first():
         begin(recipe, run_folder, head, workshop)  # only now: bad input leaves no folder behind
     tree = build_tree(recipe.evaluation.trees[0])  # the cheapest look that still decodes for real

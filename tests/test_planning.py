@@ -148,7 +148,11 @@ def test_memory_of_an_adapter_that_learns_with_the_heads(
     head, its = with_adapter(recipe, section, model, HEAD, work)
     learned = 4 * 3 * (4 * 64 + 3 * 96)
     assert (head.parameters, head.matrices) == (100 + learned, learned * matrices)
-    assert (its.online, its.kept) == (True, 4 * (12 * 32 + 4 * 32 + 4 * 64))
+    assert (its.online, its.kept) == (True, 4 * (17 * 32 + 5 * 32 + 5 * 64))  # with dropout
+    still = section.model_copy(update={"dropout": 0.0})
+    assert with_adapter(recipe, still, load_skeleton(str(folder), "float32", "cpu"), HEAD, work)[1].kept == 4 * (
+        12 * 32 + 4 * 32 + 4 * 64
+    )
     with_it, without = (memory("single", 1, SIZES, *pair) for pair in ((head, its), (HEAD, work)))
     assert with_it["gradients"] - without["gradients"] == 4 * learned
     assert with_it["moments"] - without["moments"] == (4 if matrices else 8) * learned

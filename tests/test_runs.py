@@ -233,6 +233,8 @@ def test_one_adapter_at_a_time(write: Build, lora: Path, tmp_path: Path) -> None
     assert "head.adapter cannot learn on top of verifier.adapter: merge that into the verifier first" in told
     told = refused("train", write(head__adapter={}, training__strategy="fsdp"), "--run-folder", tmp_path / "run")
     assert told.endswith("fsdp shards a frozen verifier; with head.adapter set strategy to single or ddp")
+    told = refused("train", write(head__adapter={"heads_only": 0.8}), "--run-folder", tmp_path / "run")
+    assert told == "head.adapter.heads_only: 0.8 of 4 steps leave none to the adapter"
     recipe = write(head__adapter={"targets": ["query"]})
     told = refused("train", recipe, "--run-folder", tmp_path / "run")
     assert "Target modules {'query'} not found" in told

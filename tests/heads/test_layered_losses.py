@@ -235,6 +235,17 @@ def test_mtp_loss_and_gradients_equal_the_naive_walk(
     check(family, head, verifier, batch, features_of(verifier, batch), weights)
 
 
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [("parallel", [0.3, 0.15, 0.075]), ("sequential", [0.6 / 3.5, 0.3 / 3.5, 0.15 / 3.5]),
+     ("recursive", [0.6 / 3.5, 0.3 / 3.5, 0.15 / 3.5])],
+)  # fmt: skip
+def test_decay_and_weight_of_every_form(form: str, expected: list[float], tiny: Build, tiny_mtp: Build) -> None:
+    """λ = 0.3, decay ½: a weighted sum, or a mean by weights that are normalised."""
+    head = tiny_mtp(tiny("llama"), form, depth=3, decay=0.5, weight=0.3)
+    assert head.weights().tolist() == pytest.approx(expected)
+
+
 def test_case_58_eagle1_takes_means_over_values_and_positions(
     batch: Batch, tiny: Build, tiny_eagle1: Build, features_of: Build
 ) -> None:

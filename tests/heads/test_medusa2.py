@@ -22,9 +22,11 @@ from headstart.heads.batch import Batch
 from headstart.heads.hub import load_head, save_head
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.medusa2 import AdaptedMedusa, Together
+from headstart.heads.sizes import flops_a_label
 from headstart.heads.verifier import Features, Verifier
 from headstart.training.muon import Muon
 from headstart.training.trainer import make_optimizers, set_learning_rate
+from headstart.training.window import Window
 
 Build = Callable[..., Any]
 RANK, ALPHA = 3, 6
@@ -198,6 +200,19 @@ def test_dropout_is_for_the_adapter_in_training_alone(make: Build, batch: Batch,
 def test_the_fingerprint_is_that_of_the_original(make: Build, tiny: Build) -> None:
     verifier, _ = make()
     assert verifier.fingerprint == tiny("llama", initializer_range=0.2).fingerprint
+
+
+def test_the_work_of_a_label_is_that_of_the_heads(make: Build, batch: Batch, features_of: Build, tiny: Build) -> None:
+    """Neither the adapter's weights nor the verifier's own labels are the heads'."""
+    verifier, head = make()
+    plain = MedusaHead(head.config)
+    assert flops_a_label(head) == flops_a_label(plain) == 6 * sum(p.numel() for p in plain.parameters()) / 3
+    window, features = Window(0.0), features_of(tiny("llama", initializer_range=0.2), batch)
+    for one, terms in ((head, 4), (plain, 3)):
+        loss = one.loss(batch, features, verifier)
+        assert len(loss.counts) == terms
+        window.add([loss], 1.0, 10)
+    assert window.labels() == 2 * int(plain.supervised(batch, features).sum())
 
 
 def test_what_is_saved_is_a_medusa_head_and_a_peft_adapter(make: Build, batch: Batch, tiny: Build, tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """From a recipe's list of drafters to objects that draft."""
 
+from .build import build_tree
+from .errors import UserError
 from .evaluation.draft_model import ModelDrafter, check_tokenizer
 from .evaluation.hierarchical import Hierarchical
 from .evaluation.lookahead import Lookahead
 from .evaluation.ngrams import PromptLookup
+from .evaluation.tree import unfillable
 from .heads.base import DraftHead
 from .heads.drafter import Drafter
 from .heads.loading import load_tokenizer
@@ -30,8 +33,14 @@ def check_drafters(recipe: Recipe, verifier: Verifier) -> None:
 
 
 def build_drafters(recipe: Recipe, head: DraftHead, verifier: Verifier) -> list[tuple[str, Drafter]]:
-    """Names and drafters, in the order of the recipe. The head is one that fits the verifier, on its device."""
-    return [(section.name, build_drafter(section, head, verifier)) for section in recipe.evaluation.drafters]
+    """Names and drafters, in the order of the recipe; each can fill all of its trees, else UserError. The head is one that fits
+    the verifier, on its device."""
+    drafters = [(section.name, build_drafter(section, head, verifier)) for section in recipe.evaluation.drafters]
+    for name, drafter in drafters:
+        for tree in recipe.evaluation.trees:
+            if reason := unfillable(build_tree(tree), drafter.depth, len(drafter.target_ids)):
+                raise UserError(f"evaluation.trees: {name}: {reason}")
+    return drafters
 
 
 def build_drafter(section: DrafterSection, head: DraftHead, verifier: Verifier) -> Drafter:

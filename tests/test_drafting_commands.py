@@ -92,7 +92,10 @@ def test_eval_of_a_benchmark_by_path_and_category(run: Path, tmp_path: Path) -> 
     [
         (["training.steps=9"], "training.steps: the head is trained; what can be another where it is judged: evaluation, "),
         (["data.holdout=0.5"], "data.holdout: the head is trained; "),
-        (["--drafter", "prompt_lookup", "--tree", "dynamic:2,300,9"], "asks for 300 children of a node; its drafter knows 260"),
+        (
+            ["--drafter", "prompt_lookup", "--tree", "dynamic:2,300,9"],
+            "evaluation.trees: prompt_lookup: a dynamic tree asks for 300 children of a node; its drafter knows 260 tokens",
+        ),
         (["--drafter", "oracle"], "evaluation.drafters.0.kind: "),
         (["--drafter", "truncated:9"], "truncated: 9 layers; verifier "),
         (["--drafter", "truncated:many"], "evaluation.drafters.0.layers: must be a whole number"),

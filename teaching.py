@@ -7,6 +7,8 @@ from .build import build_evaluator, build_plan, build_settings, build_tree
 from .build_heads import build_head, check_trees, ready
 from .build_start import start_from
 from .build_strategy import build_strategy, check_processes
+from .data.agreement import a_few
+from .data.left_out import left_out
 from .data.stored import StoredFeatures
 from .errors import UserError
 from .evaluation.look import look
@@ -75,6 +77,9 @@ def new_head(recipe: Recipe, run_folder: Path, workshop: Workshop) -> DraftHead:
     if isinstance(workshop.features, StoredFeatures):
         assert head.needs or workshop.features.layout.everywhere, "the store is of a head that reads less of the last state"
     check_trees(recipe, head.depth, len(head.target_ids))
+    if head.columns is not None:
+        missing, there = left_out(head, workshop.features, a_few(workshop.samples))
+        say(f"{missing} of {there} labels of a few samples are outside the head's vocabulary: they are not learned")
     return head
 
 

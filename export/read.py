@@ -86,11 +86,11 @@ def read_eagle3(folder: Folder, verifier: Verifier, engine: str) -> Eagle3Head:
         decay=DECAY,
         **layer_sizes(folder, verifier, len(ids)),
     )
-    check_fits(config, verifier.facts, verifier.name)
     n = verifier.facts.num_hidden_layers
     if len(config.layers) != eagle3.STATES or not all(1 <= i < n for i in config.layers):
         raise UserError(f"{folder.path}: its layer indices mean the states entering {list(config.layers)}; a verifier of {n} "
                         "layers needs three between 1 and the last")  # fmt: skip
+    check_fits(config, verifier.facts, verifier.name)
     check_table(folder, verifier)
     head = Eagle3Head(config, ids)
     own = {name.replace(f"{prefix}.", "midlayer."): folder.tensors[name].float() for name in expected}

@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 
+from .build import build_tree
 from .build_start import read_start
 from .data.chat import Sample
 from .data.features import FeatureSource, OriginalFeatures
 from .data.vocabulary import choose_vocabulary, template_tokens
 from .errors import UserError
+from .evaluation.tree import unfillable
 from .heads.adapters import new_adapter
 from .heads.base import DraftHead, HeadConfig
 from .heads.eagle1 import Eagle1Config, Eagle1Head
@@ -40,6 +42,28 @@ def build_head(recipe: Recipe, verifier: Verifier, training: Sequence[Sample], s
     return build_eagle3(recipe.head, verifier, training, source)
 
 
+def check_head(recipe: Recipe, verifier: Verifier) -> None:
+    """Refuse, before the verifier has answered for hours, a head that cannot be made or cannot fill the recipe's trees."""
+    section = recipe.head
+    started = read_start(section, verifier)
+    if isinstance(section, MtpSection) and section.start is not None:
+        read_own_modules(verifier, module_count(section))
+    size = vocabulary_size(section)
+    if size is not None and started is None:
+        choose_vocabulary([], size, verifier.facts.vocab_size, pinned(verifier))
+    depth, tokens = (None, size or verifier.facts.vocab_size) if started is None else (started.depth, len(started.target_ids))
+    if isinstance(section, Eagle1Section) and section.top_tokens > tokens:
+        raise UserError(f"head.top_tokens: {section.top_tokens} in the recipe; the head knows {tokens} tokens")
+    check_trees(recipe, depth, tokens)
+
+
+def check_trees(recipe: Recipe, depth: int | None, tokens: int) -> None:
+    """A head that training goes on from may have other depths and tokens than the recipe's section says."""
+    for tree in recipe.evaluation.trees:
+        if reason := unfillable(build_tree(tree), depth, tokens):
+            raise UserError(f"evaluation.trees: {reason}")
+
+
 def build_medusa(section: MedusaSection, verifier: Verifier, training: Sequence[Sample]) -> MedusaHead:
     ids = build_vocabulary(section.vocabulary, verifier, training)
     config = MedusaConfig(**head_fields(section, verifier.facts, len(ids)))
@@ -55,11 +79,12 @@ def adapt(recipe: Recipe, verifier: Verifier, head: DraftHead) -> DraftHead:
         return head
     assert isinstance(head, MedusaHead)
     torch.manual_seed(recipe.training.seed)
-    verifier.attach(new_adapter(verifier.model, verifier.name, section.rank, section.alpha, section.dropout, section.targets))
-    assert verifier.adapter is not None
+    adapter = verifier.attach(
+        lambda model: new_adapter(model, verifier.name, section.rank, section.alpha, section.dropout, section.targets)
+    )
     weight = section.weight or (0.01 if section.own == "kl" else 0.2)
     ramp = section.ramp or ("sine" if section.own == "kl" else "constant")
-    return AdaptedMedusa(head, verifier.adapter, Together(section.heads_only, section.own, weight, ramp, section.rate))
+    return AdaptedMedusa(head, adapter, Together(section.heads_only, section.own, weight, ramp, section.rate))
 
 
 def ready(recipe: Recipe, verifier: Verifier, head: DraftHead, source: FeatureSource) -> tuple[DraftHead, FeatureSource]:
@@ -100,9 +125,12 @@ def build_eagle1(section: Eagle1Section, verifier: Verifier, training: Sequence[
     return Eagle1Head(Eagle1Config(**head_fields(section, verifier.facts, len(ids))), ids).to(verifier.device)
 
 
+def module_count(section: MtpSection) -> int:
+    return 1 if section.form == "recursive" else section.depth
+
+
 def build_mtp(section: MtpSection, verifier: Verifier, training: Sequence[Sample]) -> MtpHead:
-    count = 1 if section.form == "recursive" else section.depth
-    modules = [] if section.start is None else read_own_modules(verifier, count)
+    modules = [] if section.start is None else read_own_modules(verifier, module_count(section))
     ids = build_vocabulary(section.vocabulary, verifier, training)
     fields = head_fields(section, verifier.facts, len(ids))
     head = new_mtp(MtpConfig(**fields | {"attention_bias": bool(modules) and has_bias(modules)}), ids)
@@ -145,11 +173,15 @@ def needed_layers(recipe: Recipe, verifier: Verifier) -> tuple[int, ...]:
     return eagle3_layers(section, verifier.facts) if started is None else started.needs
 
 
+def pinned(verifier: Verifier) -> set[int]:
+    """Ids that every vocabulary has."""
+    return {*verifier.facts.stop_ids, *template_tokens(verifier.tokenizer)}
+
+
 def build_vocabulary(size: int | None, verifier: Verifier, training: Sequence[Sample]) -> torch.Tensor:
     vocab_size = verifier.facts.vocab_size
     if size is None:
         return torch.arange(vocab_size)
-    pinned = {*verifier.facts.stop_ids, *template_tokens(verifier.tokenizer)}
-    chosen = choose_vocabulary(((s.ids, s.mask) for s in training), size, vocab_size, pinned)
+    chosen = choose_vocabulary(((s.ids, s.mask) for s in training), size, vocab_size, pinned(verifier))
     say(f"draft vocabulary: {size} of {vocab_size} tokens, {chosen.coverage:.2%} of the supervised ones")
     return torch.tensor(chosen.ids)

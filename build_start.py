@@ -7,6 +7,7 @@ from .export.contracts.folder import read_config
 from .export.read import read_head
 from .heads.base import LEARNING, DraftHead, check_fits
 from .heads.hub import load_head
+from .heads.medusa2 import ADAPTER
 from .heads.verifier import Verifier
 from .training.sections.head import HeadSection
 
@@ -19,6 +20,9 @@ def read_start(section: HeadSection, verifier: Verifier) -> DraftHead | None:
         return None
     folder = Path(section.start).expanduser()
     own = folder.is_dir() and "kind" in read_config(folder / "config.json")  # as this package saves heads
+    if (folder / ADAPTER).is_dir() and verifier.adapter is None:
+        raise UserError(f"head.start: {folder} was trained with the adapter in it: set verifier.adapter to {folder / ADAPTER}, "
+                        "or take the folder without it for a verifier that has it merged in")  # fmt: skip
     head = load_head(folder) if own else read_head(folder, verifier, "vllm")
     check_fits(head.config, verifier.facts, verifier.name)
     return go_on(head, section, folder)

@@ -32,7 +32,7 @@ from .workshop import Workshop
 
 
 def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop | None = None) -> dict[str, Any]:
-    """Judge the run's head on the held-out prompts and write evaluation.json. Overrides may change evaluation fields."""
+    """Judge the run's head on the held-out prompts and write evaluation.json. Overrides as `run_recipe` takes them."""
     recipe = run_recipe(run_folder, overrides)
     head = load_head(run_folder / "head")
     if workshop is None or learns_adapter(recipe):  # a workshop's verifier is the one of before training

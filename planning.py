@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from .build import build_plan, build_settings, build_verifier
 from .build_data import Conversations, build_conversations, build_samples
@@ -18,6 +19,7 @@ from .data.chat import prompt_ids, samples
 from .data.conversations import spread
 from .data.skips import Skips
 from .errors import UserError
+from .heads.adapters import new_adapter
 from .heads.base import DraftHead
 from .heads.base import build_head as new_head
 from .heads.facts import Facts, read_facts
@@ -25,6 +27,7 @@ from .heads.loading import load_skeleton, load_tokenizer, resolve_device
 from .heads.sizes import VerifierSizes, count, verifier_sizes
 from .training.estimate import HeadSizes, Strategy, Work, host_features, memory
 from .training.recipe import Recipe
+from .training.sections.adapter import AdapterSection
 from .training.sections.features import StoredSection
 from .training.sections.head import Eagle3Section, MedusaSection
 from .training.sections.training import TrainingSection
@@ -44,28 +47,32 @@ def dry_run(recipe: Recipe, ranks: int, device_memory: float | None, probe: bool
     model = load_skeleton(recipe.verifier.model, recipe.verifier.dtype, recipe.verifier.device)
     facts, sizes = read_facts(model, model.get_output_embeddings()), verifier_sizes(model)
     head = skeleton_head(recipe, facts)
-    work, strategy = step_work(recipe, facts, model.dtype.itemsize, ranks), strategy_of(recipe.training)
-    parts = memory(strategy, ranks, sizes, head_sizes(recipe, facts, head), work)
+    trained, work = head_sizes(recipe, facts, head), step_work(recipe, facts, model.dtype.itemsize, ranks)
+    if isinstance(recipe.head, MedusaSection) and recipe.head.adapter is not None:
+        trained, work = with_adapter(recipe, recipe.head.adapter, model, trained, work)
+    strategy = strategy_of(recipe.training)
+    parts = memory(strategy, ranks, sizes, trained, work)
     available = device_memory or memory_of(resolve_device(recipe.verifier.device)) / 1e9
     warnings: list[str] = []
     conversations = read_data(recipe, warnings)
-    steps, tokens = length(recipe, conversations)
+    in_memory, each = recipe.data.features == "memory", None
+    if conversations is not None and (in_memory or recipe.training.steps is None):
+        each = round(len(conversations.train) * tokens_each(recipe, conversations))
+    steps, tokens = length(recipe.training, each)
     needed = sum(parts.values()) / 1e9
     fits = needed <= available
     if not fits:
         warnings.append(
             f"a process needs about {needed:.1f} GB on a device of {available:.1f} GB; {advice(strategy, ranks, sizes, work)}"
         )
-    host = 0.0
-    if recipe.data.features == "memory" and conversations is not None:
-        host = host_features(round(len(conversations.train) * tokens_each(recipe, conversations)), work) / 1e9
+    host = host_features(each, work) / 1e9 if in_memory and each is not None else 0.0
     if host > (limit := memory_of(torch.device("cpu")) / 1e9):
         fits = False
         warnings.append(f"data.features: memory keeps {host:.1f} GB of states, this machine has {limit:.1f} GB; use online")
     rate: float | None = None
     why_not: str | None = "not asked for"
     if probe:
-        alone = sum(memory("single", 1, sizes, head_sizes(recipe, facts, head), work).values()) / 1e9
+        alone = sum(memory("single", 1, sizes, trained, work).values()) / 1e9
         here = memory_of(resolve_device(recipe.verifier.device)) / 1e9
         rate, why_not = probed(recipe, ranks, conversations) if alone <= here else (None, "one process does not fit here")
     return {
@@ -133,11 +140,30 @@ def head_sizes(recipe: Recipe, facts: Facts, head: DraftHead) -> HeadSizes:
     if isinstance(recipe.head, MedusaSection):
         passes, row, soft = recipe.head.heads, (4 * recipe.head.blocks + 1) * hidden, recipe.head.targets == "soft"
     else:
-        attention = 4 * facts.num_attention_heads * facts.head_dim
-        passes, row = recipe.head.depth, 12 * hidden + attention + 4 * facts.intermediate_size
+        passes, row = recipe.head.depth, kept_by_layer(facts)
     if recipe.training.gradient_checkpointing:
         row = 3 * hidden  # what a layer reads; all else is computed again
     return HeadSizes(count(head), matrices if muon else 0, len(head.target_ids), passes, row, soft)
+
+
+def kept_by_layer(facts: Facts) -> int:
+    """Numbers that autograd keeps of a row in a decoder layer."""
+    return 12 * facts.hidden_size + 4 * facts.num_attention_heads * facts.head_dim + 4 * facts.intermediate_size
+
+
+def with_adapter(
+    recipe: Recipe, section: AdapterSection, model: PreTrainedModel, head: HeadSizes, work: Work
+) -> tuple[HeadSizes, Work]:  # fmt: skip
+    """Medusa-2: the adapter is trained too, and the verifier runs in every step, whatever features are stored."""
+    adapter = new_adapter(model, recipe.verifier.model, section.rank, section.alpha, section.dropout, section.targets)
+    learned = sum(weight.numel() for weight in adapter.weights.values())
+    by_muon = learned if recipe.training.optimizer == "muon" and section.rate == 1 else 0
+    facts = read_facts(model, model.get_output_embeddings())
+    head = replace(head, parameters=head.parameters + learned, matrices=head.matrices + by_muon)
+    kept = kept_by_layer(facts)
+    if section.dropout:  # each projection's input once more, as the adapter sees it
+        kept += 5 * facts.hidden_size + facts.num_attention_heads * facts.head_dim + facts.intermediate_size
+    return head, replace(work, online=True, kept=facts.num_hidden_layers * kept)
 
 
 def advice(strategy: Strategy, ranks: int, sizes: VerifierSizes, work: Work) -> str:
@@ -164,14 +190,13 @@ def read_data(recipe: Recipe, warnings: list[str]) -> Conversations | None:
         return None
 
 
-def length(recipe: Recipe, conversations: Conversations | None) -> tuple[int | None, int | None]:
-    """Optimizer steps, and the tokens they read (at most: a step is hardly ever full)."""
-    section = recipe.training
+def length(section: TrainingSection, each: int | None) -> tuple[int | None, int | None]:
+    """Optimizer steps, and the tokens they read (at most: a step is hardly ever full). each: tokens of an epoch, if known."""
     if section.steps is not None:
         return section.steps, section.steps * section.batch_tokens
-    if conversations is None or section.epochs is None:
+    if each is None or section.epochs is None:
         return None, None
-    tokens = round(section.epochs * len(conversations.train) * tokens_each(recipe, conversations))
+    tokens = round(section.epochs * each)
     return max(1, -(-tokens // section.batch_tokens)), tokens
 
 

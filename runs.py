@@ -23,11 +23,21 @@ FREE = {  # sections and fields that may change while a run goes on: how it is c
     "training.gradient_checkpointing", "training.compile", "training.log_every", "training.save_every",
     "training.evaluate_every", "training.evaluate_prompts", "training.evaluate_seconds",
 }  # fmt: skip
+JUDGED = ("evaluation", "verifier", "data.train")  # what may differ from training where a head is judged
 
 
 def run_recipe(run_folder: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a run as its head is to be judged: with the adapter that the verifier learned beside it (Medusa-2)."""
+    """The recipe of a run as its head is to be judged: with the adapter that the verifier learned beside it (Medusa-2).
+
+    Raises UserError for an override that only training reads.
+    """
     recipe = load_recipe(run_folder / "recipe.yaml", overrides)
+    for override in overrides:
+        key = override.partition("=")[0]
+        if not any(f"{key}.".startswith(f"{judged}.") for judged in JUDGED):
+            raise UserError(
+                f"override: {key}: the head is trained; what can be another where it is judged: {', '.join(JUDGED)}"
+            )
     if not learns_adapter(recipe):
         return recipe
     adapter = run_folder / "head" / ADAPTER

@@ -4,14 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from .build import build_evaluator, build_plan, build_settings, build_tree
-from .build_heads import build_head, ready
+from .build_heads import build_head, check_trees, ready
 from .build_start import start_from
 from .build_strategy import build_strategy, check_processes
+from .data.agreement import a_few
+from .data.left_out import left_out
 from .data.stored import StoredFeatures
 from .errors import UserError
 from .evaluation.look import look
 from .evaluation.record import made_with
-from .evaluation.tree import check_draftable
 from .heads.base import DraftHead
 from .heads.medusa2 import AdaptedMedusa
 from .progress import say
@@ -41,6 +42,8 @@ def train(recipe: Recipe, run_folder: Path, workshop: Workshop | None = None) ->
     if isinstance(head, AdaptedMedusa):  # judged with the adapter where it learns
         evaluator = build_evaluator(recipe, workshop.verifier, workshop.holdout)
     section, plan = recipe.training, build_plan(recipe, workshop.samples)
+    if isinstance(head, AdaptedMedusa) and (len(plan) - 1) / len(plan) < head.together.heads_only:
+        raise UserError(f"head.adapter.heads_only: {head.together.heads_only} of {len(plan)} steps leave none to the adapter")
     if is_first():
         begin(recipe, run_folder, head, workshop)  # only now: bad input leaves no folder behind
     tree = build_tree(recipe.evaluation.trees[0])  # the cheapest look that still decodes for real
@@ -73,11 +76,10 @@ def new_head(recipe: Recipe, run_folder: Path, workshop: Workshop) -> DraftHead:
     assert not head.needs or head.needs == workshop.layers, "the workshop was opened for other layers"
     if isinstance(workshop.features, StoredFeatures):
         assert head.needs or workshop.features.layout.everywhere, "the store is of a head that reads less of the last state"
-    try:  # a head that training goes on from may have other depths than the recipe's section says
-        for tree in recipe.evaluation.trees:
-            check_draftable(build_tree(tree), head)
-    except UserError as error:
-        raise UserError(f"evaluation.trees: {error}") from None
+    check_trees(recipe, head.depth, len(head.target_ids))
+    if head.columns is not None:
+        missing, there = left_out(head, workshop.features, a_few(workshop.samples))
+        say(f"{missing} of {there} labels of a few samples are outside the head's vocabulary: they are not learned")
     return head
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from .build import build_evaluator, build_judge
 from .build_data import Conversations, build_conversations, build_samples, check_author, held_out
+from .build_drafters import check_drafters
 from .build_features import fill_features
-from .build_heads import needed_layers
-from .build_start import read_start
+from .build_heads import check_head, needed_layers
 from .build_strategy import build_training_verifier
 from .data.chat import Sample, counts
 from .data.conversations import Conversation
@@ -39,7 +39,8 @@ def open_workshop(recipe: Recipe) -> Workshop:
         conversations = build_conversations(recipe)  # files first: they are the likelier mistake and cost nothing
         holdout = held_out(recipe, conversations)
     verifier = build_training_verifier(recipe)
-    read_start(recipe.head, verifier)  # a head that cannot go on shows before the verifier has answered for hours
+    check_head(recipe, verifier)
+    check_drafters(recipe, verifier)
     with leading(verifier) as leads:  # what the first process has the verifier answer, the others find stored
         if leads:
             samples, features = build_samples(recipe, verifier, conversations)

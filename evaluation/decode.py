@@ -18,7 +18,7 @@ from ..heads.cache import RaggedCache
 from ..heads.drafter import Beside, Drafter, DraftSession
 from ..heads.verifier import Features, Verifier
 from .sampling import GREEDY, Dice, Sampling, dice
-from .tree import AnyTree, Draw, DynamicTree, StaticTree, Tree, chain, check_draftable
+from .tree import AnyTree, Draw, DynamicTree, StaticTree, Tree, chain, unfillable
 from .verify import Judge
 
 Source = Literal["prefill", "drafted", "bonus"]
@@ -122,12 +122,12 @@ def rounds(
 ) -> Iterator[int]:
     """What `speculate` does, a round at a time: fills `done` and yields the tokens that the round gave."""
     tree = tree if drafter is not None else chain(0)
-    if drafter is not None:
-        check_draftable(tree, drafter)
     sampling = sampling.for_certain_drafts() if drafter is not None and drafter.certain else sampling
     if sampling.draws_children and isinstance(tree, DynamicTree):
         raise UserError("rule without_replacement: a dynamic tree's shape depends on its drafts; use candidates, or a chain or "
                         "a static tree")  # fmt: skip
+    if drafter is not None and (reason := unfillable(tree, drafter.depth, len(drafter.target_ids))):
+        raise UserError(reason)
     judge = Judge(
         sampling, dice(sampling.seed) if draw is None else draw, tree, prompts, verifier.facts.vocab_size, verifier.device
     )

@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, M nodes of one tree level, Q columns: the ids that bot
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,10 +48,15 @@ def check_vocabulary(model: Verifier, verifier: Verifier) -> None:
             raise UserError(f"draft model {model.name}: its vocabulary has {theirs} tokens, the verifier's {ours}; it must be "
                             "the same")  # fmt: skip
         return
-    its, own = model.tokenizer.get_vocab(), verifier.tokenizer.get_vocab()
+    check_tokenizer(model.name, model.tokenizer, verifier.tokenizer)
+
+
+def check_tokenizer(name: str, theirs: Any, ours: Any) -> None:
+    """Raises UserError where the draft model's tokenizer is not the verifier's."""
+    its, own = theirs.get_vocab(), ours.get_vocab()
     if its != own:
         token = min(t for t in {*its, *own} if its.get(t) != own.get(t))
-        raise UserError(f"draft model {model.name}: its tokenizer is not the verifier's: {token!r} is {its.get(token)} there "
+        raise UserError(f"draft model {name}: its tokenizer is not the verifier's: {token!r} is {its.get(token)} there "
                         f"and {own.get(token)} here; it must be the same")  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..heads.drafter import Drafter, DraftSession
+from ..heads.drafter import DraftSession
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class StaticTree:
         self.seen = ancestry(self.parents, self.depth)
         self.levels = self._levels()
         self.width = max((turn + 1 for level in self.levels for turn in level.turns), default=0)
-        self.ranks = max((path[-1] + 1 for path in self.paths), default=0)  # likeliest tokens that a node must have
+        self.choices = max((path[-1] + 1 for path in self.paths), default=0)  # of a node that are asked for
         self.expanded = sum(len(level.expand) for level in self.levels)  # nodes that the head runs through while drafting
         inner = [path for path in [(), *self.paths] if any(path == child[:-1] for child in self.paths)]
         self.slots = torch.tensor([inner.index(path) if path in inner else 0 for path in index])
@@ -168,7 +168,7 @@ class DynamicTree:
 
     def __init__(self, depth: int, top_k: int, nodes: int) -> None:
         self.depth, self.top_k = depth, top_k
-        self.width = self.ranks = top_k
+        self.width = self.choices = top_k
         self.nodes = min(nodes, 1 + top_k + (depth - 1) * top_k**2)
         self.expanded = (depth - 1) * top_k  # nodes that the head runs through while drafting
 
@@ -235,10 +235,10 @@ def ancestry(parents: Tensor, depth: int) -> Tensor:
 AnyTree = StaticTree | DynamicTree
 
 
-def check_draftable(tree: AnyTree, drafter: Drafter) -> None:
-    """Refuse a tree that is deeper, or has more children a node, than the drafter can fill."""
-    if drafter.depth is not None and tree.depth > drafter.depth:
-        raise UserError(f"a {tree.kind} tree of depth {tree.depth} is deeper than the drafter, which has {drafter.depth}")
-    if tree.ranks > len(drafter.target_ids):
-        raise UserError(f"a {tree.kind} tree with {tree.ranks} children a node needs as large a draft vocabulary; this one has "
-                        f"{len(drafter.target_ids)} tokens")  # fmt: skip
+def unfillable(tree: AnyTree, depth: int | None, tokens: int) -> str | None:
+    """Why a drafter of that depth (None: any) that knows so many tokens cannot fill the tree; None where it can."""
+    if depth is not None and tree.depth > depth:
+        return f"a {tree.kind} tree of depth {tree.depth} is deeper than its drafter, which has {depth}"
+    if tree.choices > tokens:
+        return f"a {tree.kind} tree asks for {tree.choices} children of a node; its drafter knows {tokens} tokens"
+    return None

@@ -86,11 +86,11 @@ def read_eagle3(folder: Folder, verifier: Verifier, engine: str) -> Eagle3Head:
         decay=DECAY,
         **layer_sizes(folder, verifier, len(ids)),
     )
-    check_fits(config, verifier.facts, verifier.name)
     n = verifier.facts.num_hidden_layers
     if len(config.layers) != eagle3.STATES or not all(1 <= i < n for i in config.layers):
         raise UserError(f"{folder.path}: its layer indices mean the states entering {list(config.layers)}; a verifier of {n} "
                         "layers needs three between 1 and the last")  # fmt: skip
+    check_fits(config, verifier.facts, verifier.name)
     check_table(folder, verifier)
     head = Eagle3Head(config, ids)
     own = {name.replace(f"{prefix}.", "midlayer."): folder.tensors[name].float() for name in expected}
@@ -120,7 +120,7 @@ def inexpressible(folder: Folder, engine: str) -> Iterator[str]:
         yield "its residual is the normed hidden state (norm_before_residual); heads here keep the one before the norm"
     for name in ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias", "bias"):
         if config.get(name) or layer.get(name):
-            yield f"{name} is true; heads here have no such part"
+            yield f"{name} is true; no published head with such a part can be read"
     if config.get("target_hidden_size") not in (None, layer["hidden_size"]):
         yield "its hidden size differs from the verifier's; heads here share it"
     if layer.get("hidden_act", "silu") != "silu":

@@ -168,3 +168,6 @@ def check_fits(config: HeadConfig, facts: Facts, name: str) -> None:
                              ("vocabulary", config.vocab_size, facts.vocab_size)):  # fmt: skip
         if mine != its:
             raise UserError(f"head and verifier {name} do not fit: the head's {field} is {mine}, the verifier's {its}")
+    if (last := max(getattr(config, "layers", ()), default=0)) >= facts.num_hidden_layers:
+        raise UserError(f"head and verifier {name} do not fit: the head reads the state that enters layer {last}, the "
+                        f"verifier's layers are 0 to {facts.num_hidden_layers - 1}")  # fmt: skip

@@ -53,5 +53,9 @@ def load_head(folder: Path) -> DraftHead:
                             f"{list(own[name].shape)}")  # fmt: skip
         if not bool(tensors[name].isfinite().all()):
             raise UserError(f"{folder}/model.safetensors: tensor {name} holds NaN or infinity: a broken training, or file")
+    ids, size = tensors["target_ids"], head.config.vocab_size
+    if not bool(((ids >= 0) & (ids < size)).all()):
+        raise UserError(f"{folder}/model.safetensors: target_ids are from {int(ids.min())} to {int(ids.max())}, of a "
+                        f"vocabulary of {size}")  # fmt: skip
     head.load_state_dict(tensors)
     return head.eval()

@@ -58,6 +58,7 @@ def count(module: nn.Module) -> int:
 def flops_a_label(head: DraftHead) -> float:
     """FLOPs of training on one label of one depth: 6 for every parameter it runs through (2 forward, 4 backward); of an
     output layer that is the verifier's, frozen, 4 (2 forward, 2 back to the state). Attention scores are not counted."""
-    own = sum(p.numel() for p in head.parameters() if p.requires_grad) / (head.depth or 1)  # modules: one a depth
+    mine = head.own_state()  # no adapter of the verifier (Medusa-2)
+    own = sum(p.numel() for name, p in head.named_parameters() if name in mine and p.requires_grad)
     has_output = any("lm_head" in name for name, _ in head.named_parameters())
-    return 6 * own + (0 if has_output else 4 * len(head.target_ids) * head.config.hidden_size)
+    return 6 * own / (head.depth or 1) + (0 if has_output else 4 * len(head.target_ids) * head.config.hidden_size)

@@ -9,12 +9,17 @@ from .packed import PackedLinear
 from .verifier import Verifier
 
 
-def first_layers(verifier: Verifier, layers: int) -> Verifier:
-    """A Verifier of the first `layers` decoder layers. Raises UserError unless 1 <= layers < the verifier's."""
+def check_layers(verifier: Verifier, layers: int) -> None:
+    """Raises UserError unless 1 <= layers < the verifier's."""
     whole = verifier.facts.num_hidden_layers
     if not 1 <= layers < whole:
         raise UserError(f"truncated: {layers} layers; verifier {verifier.name} has {whole}, so from 1 to {whole - 1} can draft")
-    model = verifier.model
+
+
+def first_layers(verifier: Verifier, layers: int) -> Verifier:
+    """A Verifier of the first `layers` decoder layers, some but not all. Raises UserError."""
+    check_layers(verifier, layers)
+    model, whole = verifier.model, verifier.facts.num_hidden_layers
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     tensors += [module.packed for module in model.modules() if isinstance(module, PackedLinear)]
     short = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

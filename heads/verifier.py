@@ -157,11 +157,12 @@ class Verifier:
             last = self.decoder(input_ids=ids, use_cache=False, **packed).last_hidden_state
         return Features(last, concatenate(states, last))
 
-    def attach(self, adapter: Adapter) -> None:
-        """Take in an adapter that was just put into the model, to be trained; the fingerprint stays the original's."""
+    def attach(self, make: Callable[[PreTrainedModel], Adapter]) -> Adapter:
+        """Put an adapter that is to be trained into the model; the fingerprint stays the original's."""
         assert self.adapter is None
         _ = self.fingerprint
-        self.adapter = adapter
+        self.adapter = make(self.model)
+        return self.adapter
 
     def new_cache(self, batch: int, capacity: int) -> RaggedCache:
         """An empty cache for `batch` sequences of at most `capacity` tokens (drafted ones included)."""

@@ -90,16 +90,18 @@ def test_eval_of_a_benchmark_by_path_and_category(run: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (["training.steps=9"], "training.steps: the head is trained; what can be another where it is judged: evaluation, "),
+        (["data.holdout=0.5"], "data.holdout: the head is trained; "),
+        (
+            ["--drafter", "prompt_lookup", "--tree", "dynamic:2,300,9"],
+            "evaluation.trees: prompt_lookup: a dynamic tree asks for 300 children of a node; its drafter knows 260 tokens",
+        ),
         (["--drafter", "oracle"], "evaluation.drafters.0.kind: "),
         (["--drafter", "truncated:9"], "truncated: 9 layers; verifier "),
         (["--drafter", "truncated:many"], "evaluation.drafters.0.layers: must be a whole number"),
         (["--drafter", "prompt_lookup:3"], "evaluation.drafters.0.options: unknown key"),
         (["--drafter", "model:/no/such"], "verifier /no/such: no such folder"),
         (["--tree", "chain:9"], "a chain tree of depth 9 needs as many heads; this head has 3"),
-        (
-            ["--drafter", "prompt_lookup", "--tree", "dynamic:2,300,64"],
-            "drafter prompt_lookup: a dynamic tree with 300 children a node needs as large a draft vocabulary; this one has",
-        ),
         (["--tree", "chain"], "--tree chain: must be chain:DEPTH, dynamic:DEPTH,TOP_K,NODES or static:FILE.json"),
         (["--tree", "dynamic:3,3"], "--tree dynamic:3,3: must be "),
         (["--tree", "static:no.json"], "--tree static:no.json: No such file or directory"),

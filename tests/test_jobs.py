@@ -306,6 +306,7 @@ def test_lossless_of_a_run(
     shutil.rmtree(folder / "head")
     assert "head" in refused("lossless", folder)
     assert refused("lossless", "--drafter", "head").startswith("--drafter and --tree: of what run?")
+    assert refused("lossless", folder, "training.steps=9").startswith("override: training.steps: the head is trained; ")
     assert refused("lossless", tmp_path).endswith("not a run folder (no recipe.yaml in it); `headstart train` writes one")
 
 
@@ -488,6 +489,44 @@ SPOILED = [
     missing_file, broken_line, too_short, too_short_to_keep, no_model, nothing_held_out, too_deep, too_wide, too_long,
     no_prompts, no_start,
 ]  # fmt: skip
+
+
+UNFIT: list[tuple[str, dict[str, Any], str]] = [
+    ("medusa", {"evaluation__drafters": ["head", "truncated:9"]}, "truncated: 9 layers; verifier "),
+    ("medusa", {"evaluation__drafters": ["head", "model:/no/such"]}, "verifier /no/such: no such folder"),
+    ("eagle3", {"head__draft_vocabulary": 500}, "draft vocabulary of 500: must hold the 2 special tokens and fit in the "),
+    ("hass", {"head__top_tokens": 300}, "head.top_tokens: 300 in the recipe; the head knows 260 tokens"),
+    ("hass", {"evaluation__trees": [{"kind": "dynamic", "depth": 2, "top_k": 300, "nodes": 9}]},
+     "evaluation.trees: a dynamic tree asks for 300 children of a node; its drafter knows 260 tokens"),
+    ("recursive", {"head__start": "verifier"}, "verifier {verifier}: head.start: it brings 0 modules"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "changes", "told"), UNFIT)
+def test_what_could_not_be_judged_in_the_end_is_told_before_the_verifier_answers(
+    kind: str, changes: dict[str, Any], told: str, write_recipe: Callable[..., Path], verifier: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def answers(*arguments: Any) -> None:
+        raise AssertionError("the verifier was asked")
+
+    monkeypatch.setattr("headstart.workshop.build_samples", answers)
+    message = refused("train", write_recipe(kind, **changes), "--run-folder", tmp_path / "run")
+    assert message.startswith(told.format(verifier=verifier))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_draft_model_with_another_tokenizer_is_told_before_training(
+    write_recipe: Callable[..., Path], verifier: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(verifier, tmp_path / "other")
+    path = tmp_path / "other" / "tokenizer.json"
+    path.write_text(path.read_text(encoding="utf-8").replace("<|im_start|>", "<|begin|>"), encoding="utf-8")
+    recipe = write_recipe("medusa", evaluation__drafters=["head", f"model:{tmp_path / 'other'}"])
+    assert refused("train", recipe, "--run-folder", tmp_path / "run") == (
+        f"draft model {tmp_path / 'other'}: its tokenizer is not the verifier's: '<|begin|>' is 2 there and None here; it must "
+        "be the same"
+    )
 
 
 def test_a_dry_run_takes_the_steps_of_training_and_leaves_no_store(

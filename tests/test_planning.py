@@ -12,10 +12,12 @@ from command import Ended, headstart
 from true_configs import TRUE
 
 from headstart.build import build_settings
+from headstart.errors import UserError
 from headstart.heads.base import build_head
+from headstart.heads.loading import load_skeleton
 from headstart.heads.sizes import VerifierSizes, flops_a_label
 from headstart.heads.verifier import Verifier
-from headstart.planning import head_sizes, skeleton_head
+from headstart.planning import head_sizes, skeleton_head, tokens_each, with_adapter
 from headstart.training.estimate import HeadSizes, Strategy, Work, memory
 from headstart.training.recipe import load_recipe, shipped_recipes
 from headstart.training.trainer import make_optimizers
@@ -128,6 +130,40 @@ def test_memory_of_soft_medusa_targets() -> None:
     assert parts["loss"] == (4 * 256 + 2 * 20) * 10 * 4
 
 
+@pytest.mark.parametrize(("rate", "optimizer", "matrices"), [(0.25, "muon", 0), (1.0, "muon", 1), (1.0, "adamw", 0)])
+def test_memory_of_an_adapter_that_learns_with_the_heads(
+    rate: float, optimizer: str, matrices: int, tmp_path: Path
+) -> None:  # fmt: skip
+    """d = 32, four heads of 8, MLP 64: of rank r a layer has r (4 · (32 + 32) + 3 · (32 + 64)) numbers. It is stepped by muon
+    where it has the heads' own rate, and the verifier's pass is there though its states are stored."""
+    small = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    folder = config_only(tmp_path / "verifier", {"model_type": "llama", **small})
+    recipe = load_recipe(
+        shipped_recipes()["qwen3-8b/medusa"],
+        [f"verifier.model={folder}", "head.adapter={rank: 3}", f"head.adapter.rate={rate}", f"training.optimizer={optimizer}"],
+    )
+    section = recipe.head.adapter
+    model = load_skeleton(str(folder), "float32", "cpu")
+    work = replace(WORK, online=False)
+    head, its = with_adapter(recipe, section, model, HEAD, work)
+    learned = 4 * 3 * (4 * 64 + 3 * 96)
+    assert (head.parameters, head.matrices) == (100 + learned, learned * matrices)
+    assert (its.online, its.kept) == (True, 4 * (17 * 32 + 5 * 32 + 5 * 64))  # with dropout
+    still = section.model_copy(update={"dropout": 0.0})
+    assert with_adapter(recipe, still, load_skeleton(str(folder), "float32", "cpu"), HEAD, work)[1].kept == 4 * (
+        12 * 32 + 4 * 32 + 4 * 64
+    )
+    with_it, without = (memory("single", 1, SIZES, *pair) for pair in ((head, its), (HEAD, work)))
+    assert with_it["gradients"] - without["gradients"] == 4 * learned
+    assert with_it["moments"] - without["moments"] == (4 if matrices else 8) * learned
+    assert with_it["verifier's backward pass"] == 20 * its.kept * 2
+    assert "verifier pass" in with_it
+    assert not {"verifier pass", "verifier's backward pass"} & without.keys()
+    with pytest.raises(UserError, match="query"):
+        with_adapter(recipe, section.model_copy(update={"targets": ("query",)}), load_skeleton(str(folder), "float32", "cpu"),
+                     HEAD, work)  # fmt: skip
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_weights_gradients_and_moments_are_what_a_step_allocates(
@@ -191,7 +227,9 @@ def written(tmp_path: Path, chats: Path, **training: Any) -> Path:
     return path
 
 
-def test_steps_of_epochs_without_a_tokenizer_are_counted_at_the_longest(tmp_path: Path, chats: Path) -> None:
+def test_steps_of_epochs_without_a_tokenizer_are_counted_at_the_longest(
+    tmp_path: Path, chats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """18 conversations of at most 64 tokens, three times: 3,456 tokens, 35 steps of 100."""
     small = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     config_only(tmp_path / "verifier", {"model_type": "llama", **small})
@@ -199,8 +237,13 @@ def test_steps_of_epochs_without_a_tokenizer_are_counted_at_the_longest(tmp_path
     assert (code, found["tokens"], found["steps"]) == (0, 3456, 35)
     assert found["warnings"] == []
     assert found["hours"] is None
+    counted: list[float] = []
+    monkeypatch.setattr("headstart.planning.tokens_each", lambda *its: counted.append(tokens_each(*its)) or counted[-1])
     code, found = plan(written(tmp_path, chats, epochs=3), "data.features=memory")
     assert found["host_features_gb"] == round(18 * 64 * 4 * 32 * 4 / 1e9, 3)
+    assert (found["tokens"], counted) == (3456, [64.0])  # the files are read once
+    plan(written(tmp_path, chats, steps=3))
+    assert counted == [64.0]  # and not at all where nobody asks
     ended: Ended = headstart("train", tmp_path / "recipe.yaml", "--dry-run", "--json")
     assert "cannot be loaded" in json.loads(ended.out)["not_probed"]
     assert not (tmp_path / "runs").exists()

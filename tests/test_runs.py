@@ -238,6 +238,8 @@ def test_one_adapter_at_a_time(write: Build, lora: Path, tmp_path: Path) -> None
     assert "head.adapter cannot learn on top of verifier.adapter: merge that into the verifier first" in told
     told = refused("train", write(head__adapter={}, training__strategy="fsdp"), "--run-folder", tmp_path / "run")
     assert told.endswith("fsdp shards a frozen verifier; with head.adapter set strategy to single or ddp")
+    told = refused("train", write(head__adapter={"heads_only": 0.8}), "--run-folder", tmp_path / "run")
+    assert told == "head.adapter.heads_only: 0.8 of 4 steps leave none to the adapter"
     recipe = write(head__adapter={"targets": ["query"]})
     told = refused("train", recipe, "--run-folder", tmp_path / "run")
     assert "Target modules {'query'} not found" in told
@@ -279,6 +281,7 @@ def test_training_starts_from_a_published_head(kind: str, publish: Build, write:
         trained = headstart("train", write(head={"kind": kind, "start": str(source), **learning}, **SLOW), "--run-folder", run)
         assert trained.code == 0, trained.err
         assert "draft vocabulary: " not in trained.err  # none was chosen anew
+        assert ("labels of a few samples are outside the head's vocabulary" in trained.err) == (kind != "eagle1")
         after = load_file(run / "checkpoints" / "step-1" / "head.safetensors")
         assert after.keys() == given.state_dict().keys()
         for name, tensor in given.state_dict().items():
@@ -301,6 +304,22 @@ def test_medusa_2_starts_from_a_published_head(publish: Build, write: Build, tmp
     assert torch.equal(head.target_ids, given.target_ids)
     weights = load_file(tmp_path / "run" / "head" / "adapter" / "adapter_model.safetensors")
     assert any(tensor.abs().max() > 0 for name, tensor in weights.items() if "lora_B" in name)
+
+
+def test_a_head_of_medusa_2_is_for_the_verifier_with_its_adapter(
+    publish: Build, write: Build, lora: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    publish("medusa", **PUBLISHED["medusa"])
+    folder = tmp_path / "own" / "medusa"
+    shutil.copytree(lora, folder / "adapter")
+    section = {"kind": "medusa", "start": str(folder)}
+    assert refused("train", write(head=section, **SLOW), "--run-folder", tmp_path / "run") == (
+        f"head.start: {folder} was trained with the adapter in it: set verifier.adapter to {folder / 'adapter'}, or take the "
+        "folder without it for a verifier that has it merged in"
+    )
+    recipe = write(head=section, verifier__adapter=str(folder / "adapter"), **SLOW)
+    trained = headstart("train", recipe, "--run-folder", tmp_path / "run")
+    assert trained.code == 0, trained.err
 
 
 @pytest.mark.parametrize(("section", "reason"), [
@@ -329,4 +348,4 @@ def test_a_started_head_may_be_less_deep_than_the_trees(publish: Build, write: B
     folder = publish("medusa", heads=2)
     recipe = write(head={"kind": "medusa", "start": str(folder)})
     told = refused("train", recipe, "--run-folder", tmp_path / "run")
-    assert told == "evaluation.trees: a chain tree of depth 3 is deeper than the drafter, which has 2"
+    assert told == "evaluation.trees: a chain tree of depth 3 is deeper than its drafter, which has 2"

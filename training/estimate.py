@@ -37,7 +37,7 @@ class HeadSizes:
 class Work:
     """tokens: of a micro-batch, padding included; share: of all of a process's in a step, whose states are there at once;
     hidden: of the verifier; states: kept a token, the last one included; vocabulary: of the verifier; bytes: of one of its
-    weights; online: it runs in the step."""
+    weights; online: it runs in the step; kept: numbers a token that it keeps for a backward pass of its own (Medusa-2)."""
 
     tokens: int
     share: int
@@ -47,6 +47,7 @@ class Work:
     vocabulary: int
     bytes: int
     online: bool
+    kept: int = 0
 
 
 def memory(strategy: Strategy, ranks: int, verifier: VerifierSizes, head: HeadSizes, work: Work) -> dict[str, float]:
@@ -59,6 +60,8 @@ def memory(strategy: Strategy, ranks: int, verifier: VerifierSizes, head: HeadSi
     if work.online:
         alive = work.tokens * (6 * work.hidden + 3 * work.intermediate) * work.bytes
         parts["verifier pass"] = float(alive + CHOICE_ROWS * work.vocabulary * (work.bytes + 4))
+    if work.kept:
+        parts["verifier's backward pass"] = float(work.tokens * work.kept * work.bytes)
     parts["head pass"] = float(work.tokens * head.passes * head.row * (2 if half else 4))
     rows = 4 * CHUNK_ROWS + (2 * work.tokens if head.whole_teacher else 0)  # softmax makes a second table
     parts["loss"] = float(rows * head.columns * 4)

@@ -31,8 +31,8 @@ class Window:
         self.tokens += tokens
 
     def labels(self) -> int:
-        """Supervised ones of this process, of all depths."""
-        return sum(int(loss.counts.sum()) for loss in self.losses)
+        """Supervised ones of this process, of all depths (not the verifier's own)."""
+        return sum(int(loss.counts[:-1].sum() if loss.last_is_verifier else loss.counts.sum()) for loss in self.losses)
 
     def seconds(self) -> float:
         return time.perf_counter() - self.start

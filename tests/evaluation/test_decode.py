@@ -36,6 +36,25 @@ def head(request: pytest.FixtureRequest, verifier: Verifier) -> DraftHead:
     return request.getfixturevalue(f"tiny_{request.param}")(verifier)
 
 
+@pytest.mark.parametrize(("tree", "told"), [
+    (chain(4), "a chain tree of depth 4 is deeper than its drafter, which has 3"),
+    (StaticTree([[0], [47]]), None),
+    (DynamicTree(1, 48, 9), None),
+    (StaticTree([[0], [48]]), "a static tree asks for 49 children of a node; its drafter knows 48 tokens"),
+    (DynamicTree(1, 49, 9), "a dynamic tree asks for 49 children of a node; its drafter knows 48 tokens"),
+])  # fmt: skip
+def test_a_tree_that_the_drafter_cannot_fill_is_refused(
+    tree: AnyTree, told: str | None, verifier: Verifier, tiny_medusa: Callable[..., DraftHead], half_vocabulary: Tensor
+) -> None:
+    head = tiny_medusa(verifier, target_ids=half_vocabulary)
+    if told is None:  # the widest that it can
+        assert tokens_of(speculate(verifier, head, tree, PROMPTS, 4)[0]) == generate(verifier, PROMPTS, 4)
+        return
+    with pytest.raises(UserError) as caught:
+        speculate(verifier, head, tree, PROMPTS, 4)
+    assert str(caught.value) == told
+
+
 def tokens_of(decoded: list[Decoded]) -> list[list[int]]:
     return [answer.tokens for answer in decoded]
 

@@ -160,7 +160,7 @@ def test_a_whole_vocabulary_needs_no_d2t(tiny: Build, tiny_eagle3: Build, export
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "the normed residual": ({"norm_before_residual": True}, {}, r"norm_before_residual\); heads here keep the one before"),
-    "a norm before fc": ({"norm_before_fc": True}, {}, "norm_before_fc is true; heads here have no such part"),
+    "a norm before fc": ({"norm_before_fc": True}, {}, "norm_before_fc is true; no published head with such a part"),
     "two layers": ({"num_hidden_layers": 2}, {}, "has 2 layers; heads here have one"),
     "another width": ({"target_hidden_size": 64}, {}, "its hidden size differs from the verifier's"),
     "no field": ({"rms_norm_eps": None}, {}, r"no EAGLE-3 head: config\.json has no rms_norm_eps"),

@@ -228,6 +228,10 @@ def test_a_head_for_another_verifier_is_refused(tiny: Build, tiny_eagle3: Build)
     head = tiny_eagle3(tiny("llama"))
     with pytest.raises(UserError, match=r"llama do not fit: the head's hidden size is 32, the verifier's 16"):
         head.begin(tiny("llama", hidden_size=16), 1, 8)
+    with pytest.raises(
+        UserError, match=r"do not fit: the head reads the state that enters layer 3, the verifier's layers are 0 to 2"
+    ):
+        head.begin(tiny("llama", num_hidden_layers=3), 1, 8)
 
 
 def test_training_states_of_no_query_are_empty(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from exact_rotary import ExactRotary, turned
+from family_logits import EMBEDDING_SCALE, biased, logits_of
 from torch import Tensor, nn
 
 from headstart.heads.base import target_rows
@@ -147,6 +148,10 @@ def rows_and_spans(ids_of: Build) -> tuple[list[list[int]], list[list[tuple[int,
         ("llama", False, {"loss": "kl"}),
         ("llama", False, {"loss": "tv"}),
         ("llama", False, {"loss": "lk"}),
+        ("gemma2", False, {}),
+        ("granite", True, {"loss": "lk"}),
+        ("cohere", False, {"fc_norm": True}),
+        ("phi", False, {"loss": "kl"}),
     ],
 )
 def test_loss_counts_hits_and_gradients_equal_the_dense_reference(
@@ -159,12 +164,12 @@ def test_loss_counts_hits_and_gradients_equal_the_dense_reference(
     batch_of: Build,
     features_of: Build,
 ) -> None:
-    verifier = tiny(family)
+    verifier = biased(tiny(family))
     head = tiny_eagle3(verifier, target_ids=torch.arange(96) if whole else None, **flags)
     batch = batch_of(*rows_and_spans(ids_of))
     features = as_double(verifier, head, features_of(verifier, batch, LAYERS))
-    teacher_logits = features.last @ verifier.lm_head.weight.T  # raw: none of these families caps or scales
-    table = verifier.model.get_input_embeddings().weight
+    teacher_logits = logits_of(family, verifier.lm_head, features.last)
+    table = verifier.model.get_input_embeddings().weight * EMBEDDING_SCALE.get(family, 1.0)
     names, parameters = zip(*head.named_parameters(), strict=True)
 
     terms, hits = reference_terms(head, batch, features, teacher_logits, table)

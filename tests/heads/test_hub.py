@@ -125,6 +125,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "infinity": (lambda f: edit_tensors(f, fc__weight=torch.full((32, 96), -float("inf"))), r"tensor fc\.weight holds NaN or"),
     "wrong shape": (lambda f: edit_tensors(f, fc__weight=torch.ones(32, 64)),
                     r"tensor fc\.weight is \[32, 64\], the config says \[32, 96\]"),
+    "ids of another vocabulary": (lambda f: edit_tensors(f, target_ids=torch.arange(50, 98)),
+                                  r"target_ids are from 50 to 97, of a vocabulary of 96"),
 }  # fmt: skip
 
 

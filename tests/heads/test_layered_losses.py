@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from exact_rotary import ExactRotary, turned
+from family_logits import EMBEDDING_SCALE, biased, logits_of
 from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead
@@ -18,16 +19,6 @@ from headstart.heads.verifier import Features, Verifier
 Build = Callable[..., Any]
 SPANS = [[(2, 5), (7, 18)], [(3, 8)], [(1, 3), (5, 12)]]
 FORMS = ["parallel", "sequential", "recursive"]
-
-# family -> what its embeddings are multiplied with; its logits are in `logits_of`
-EMBEDDING_SCALE = {"llama": 1.0, "qwen3": 1.0, "gpt2": 1.0, "gemma2": 32**0.5, "granite": 12.0, "cohere": 1.0}
-
-
-def logits_of(family: str, weight: Tensor, state: Tensor) -> Tensor:
-    raw = weight @ state
-    if family == "gemma2":
-        return 5.0 * torch.tanh(raw / 5.0)
-    return raw * {"granite": 1 / 8, "cohere": 0.0625}.get(family, 1.0)
 
 
 def rms(x: Tensor, norm: nn.RMSNorm) -> Tensor:
@@ -115,7 +106,7 @@ def smooth_l1(error: Tensor) -> Tensor:
 
 
 def eagle1_terms(
-    family: str, head: Any, batch: Batch, features: Features, table: Tensor, weight: Tensor
+    family: str, head: Any, batch: Batch, features: Features, table: Tensor, lm_head: nn.Linear
 ) -> Iterator[tuple[int, Tensor, bool, list[float]]]:
     """(step, loss, whether the first choice agrees, its parts) of every supervised position."""
     ids = head.target_ids
@@ -128,11 +119,11 @@ def eagle1_terms(
                 if not any(start <= label < end and t >= start - 1 for start, end in SPANS[b]):
                     continue
                 goal = features.last[b, t + 1 + k]
-                if int(logits_of(family, weight, goal).argmax()) not in ids:
+                if int(logits_of(family, lm_head, goal).argmax()) not in ids:
                     continue
                 f = naive.states(t, k + 1)[k]
-                p = torch.softmax(logits_of(family, weight[ids], goal), 0)
-                log_q = torch.log_softmax(logits_of(family, weight[ids], f), 0)
+                p = torch.softmax(logits_of(family, lm_head, goal, ids), 0)
+                log_q = torch.log_softmax(logits_of(family, lm_head, f, ids), 0)
                 parts = [smooth_l1(f - goal), -(p * log_q).sum()]
                 if head.config.top_tokens:
                     best = p.argsort(descending=True)[: head.config.top_tokens]
@@ -142,7 +133,7 @@ def eagle1_terms(
 
 
 def mtp_terms(
-    family: str, head: Any, batch: Batch, features: Features, table: Tensor, weight: Tensor
+    family: str, head: Any, batch: Batch, features: Features, table: Tensor, lm_head: nn.Linear
 ) -> Iterator[tuple[int, Tensor, bool, list[float]]]:
     ids = head.target_ids.tolist()
     for b, length in enumerate(batch.lengths.tolist()):
@@ -152,7 +143,7 @@ def mtp_terms(
                 label = t + 2 + k
                 if label >= length or not batch.mask[b, label] or int(batch.ids[b, label]) not in ids:
                     continue
-                log_q = torch.log_softmax(logits_of(family, weight[head.target_ids], naive.states(t, k + 1)[k]), 0)
+                log_q = torch.log_softmax(logits_of(family, lm_head, naive.states(t, k + 1)[k], head.target_ids), 0)
                 column = ids.index(int(batch.ids[b, label]))
                 yield k, -log_q[column], int(log_q.argmax()) == column, []
 
@@ -163,9 +154,9 @@ def check(family: str, head: Any, verifier: Verifier, batch: Batch, features: Fe
     head.double().eval()
     head.rotary = ExactRotary(head.config.head_dim)
     features = Features(features.last.double(), features.layers.double(), features.choice)
-    table = verifier.model.get_input_embeddings().weight * EMBEDDING_SCALE[family]
+    table = verifier.model.get_input_embeddings().weight * EMBEDDING_SCALE.get(family, 1.0)
     walk = eagle1_terms if head.kind == "eagle1" else mtp_terms
-    found = list(walk(family, head, batch, features, table, verifier.lm_head.weight))
+    found = list(walk(family, head, batch, features, table, verifier.lm_head))
     of_depth = [[one for one in found if one[0] == k] for k in range(head.config.depth)]
     assert min(map(len, of_depth)) > 0
     naive_total = sum(w * torch.stack([one[1] for one in its]).mean() for w, its in zip(weights, of_depth, strict=True))
@@ -194,13 +185,22 @@ def batch(ids_of: Build, batch_of: Build) -> Batch:
 @pytest.mark.parametrize("hass", [False, True], ids=["eagle1", "hass"])
 @pytest.mark.parametrize(
     ("family", "pruned"),
-    [("llama", False), ("llama", True), ("qwen3", False), ("gpt2", False), ("gemma2", False), ("granite", True)],
+    [
+        ("llama", False),
+        ("llama", True),
+        ("qwen3", False),
+        ("gpt2", False),
+        ("gemma2", False),
+        ("granite", True),
+        ("cohere", False),
+        ("phi", True),
+    ],
 )
 def test_eagle1_loss_parts_and_gradients_equal_the_naive_walk(
     family: str, pruned: bool, hass: bool, batch: Batch, tiny: Build, tiny_eagle1: Build, features_of: Build,
     half_vocabulary: Tensor,
 ) -> None:  # fmt: skip
-    verifier = tiny(family)
+    verifier = biased(tiny(family))
     fields = {"depth": 3, "top_tokens": 10, "decay": 0.5, "cross_entropy": 0.3} if hass else {}
     head = tiny_eagle1(verifier, target_ids=half_vocabulary if pruned else None, **fields)
     names = ["regression", "cross_entropy", "top_tokens"] if hass else ["regression", "cross_entropy"]
@@ -212,18 +212,38 @@ def test_eagle1_loss_parts_and_gradients_equal_the_naive_walk(
 @pytest.mark.usefixtures("keep_double")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("family", "pruned"), [("llama", False), ("llama", True), ("qwen3", False), ("gpt2", False), ("gemma2", False)]
+    ("family", "pruned"),
+    [
+        ("llama", False),
+        ("llama", True),
+        ("qwen3", False),
+        ("gpt2", False),
+        ("gemma2", False),
+        ("granite", True),
+        ("phi", False),
+    ],
 )
 def test_mtp_loss_and_gradients_equal_the_naive_walk(
     family: str, pruned: bool, form: str, batch: Batch, tiny: Build, tiny_mtp: Build, features_of: Build,
     half_vocabulary: Tensor,
 ) -> None:  # fmt: skip
     """Gloeckle sums over heads; DeepSeek-V3 has λ / D; FastMTP has 0.6^k, normalised: 1, .6, .36 of 1.96."""
-    verifier = tiny(family)
+    verifier = biased(tiny(family))
     decay, weight = {"parallel": (1.0, 1.0), "sequential": (1.0, 0.3), "recursive": (0.6, 1.0)}[form]
     head = tiny_mtp(verifier, form, target_ids=half_vocabulary if pruned else None, depth=3, decay=decay, weight=weight)
     weights = {"parallel": [1.0] * 3, "sequential": [0.3 / 3] * 3, "recursive": [1 / 1.96, 0.6 / 1.96, 0.36 / 1.96]}[form]
     check(family, head, verifier, batch, features_of(verifier, batch), weights)
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [("parallel", [0.3, 0.15, 0.075]), ("sequential", [0.6 / 3.5, 0.3 / 3.5, 0.15 / 3.5]),
+     ("recursive", [0.6 / 3.5, 0.3 / 3.5, 0.15 / 3.5])],
+)  # fmt: skip
+def test_decay_and_weight_of_every_form(form: str, expected: list[float], tiny: Build, tiny_mtp: Build) -> None:
+    """λ = 0.3, decay ½: a weighted sum, or a mean by weights that are normalised."""
+    head = tiny_mtp(tiny("llama"), form, depth=3, decay=0.5, weight=0.3)
+    assert head.weights().tolist() == pytest.approx(expected)
 
 
 def test_case_58_eagle1_takes_means_over_values_and_positions(

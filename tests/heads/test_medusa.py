@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from family_logits import LOGIT_SCALE, biased, logits_of
+from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.base import target_rows
@@ -29,13 +30,8 @@ def as_double(verifier: Verifier, head: MedusaHead, features: Features) -> Featu
     return Features(features.last.double(), features.layers.double(), features.choice)
 
 
-def own_softmax(verifier: Verifier, state: Tensor, ids: Tensor) -> Tensor:
-    """The verifier's probabilities over some ids, of its raw lm_head rows: no softcap and no scale in these families."""
-    return torch.softmax(verifier.model.lm_head.weight[ids] @ state, 0)
-
-
 def naive_terms(
-    head: MedusaHead, batch: Batch, features: Features, verifier: Verifier
+    family: str, head: MedusaHead, batch: Batch, features: Features, lm_head: nn.Linear
 ) -> tuple[list[list[Tensor]], list[list[int]]]:
     """Per head: the loss of every supervised label, and whether the head's first choice hits it."""
     config, ids = head.config, head.target_ids.tolist()
@@ -55,13 +51,13 @@ def naive_terms(
                     inner = block.linear.weight @ z + block.linear.bias
                     z = z + inner / (1 + torch.exp(-inner))
                 own = config.lm_head == "own"
-                weight = head.lm_heads[i].weight if own else verifier.model.lm_head.weight[head.target_ids]
+                weight = head.lm_heads[i].weight if own else LOGIT_SCALE.get(family, 1.0) * lm_head.weight[head.target_ids]
                 log_q = torch.log_softmax(weight @ z, 0)
                 hits[i].append(int(ids[int(log_q.argmax())] == token))
                 if config.targets == "hard":
                     terms[i].append(-log_q[ids.index(token)])
                 else:
-                    teacher = own_softmax(verifier, features.last[b, label - 1], head.target_ids)
+                    teacher = torch.softmax(logits_of(family, lm_head, features.last[b, label - 1], head.target_ids), 0)
                     q, accepted = log_q.exp(), 1 - (teacher - log_q.exp()).abs().sum() / 2
                     distances = {
                         "ce": -(teacher * log_q).sum(), "kl": (teacher * (teacher / q).log()).sum(), "tv": 1 - accepted,
@@ -77,19 +73,25 @@ def naive_loss(terms: list[list[Tensor]], decay: float) -> Tensor:
 
 @pytest.mark.usefixtures("keep_double")
 @pytest.mark.parametrize("prune", [False, True], ids=["whole", "pruned"])
-@pytest.mark.parametrize("lm_head", ["own", "shared"])
-@pytest.mark.parametrize(("targets", "kind"), [("hard", "ce"), *(("soft", kind) for kind in ("ce", "kl", "tv", "lk"))])
+@pytest.mark.parametrize(("family", "lm_head", "targets", "kind"), [
+    *(("llama", lm_head, "hard", "ce") for lm_head in ("own", "shared")),
+    *(("llama", lm_head, "soft", kind) for lm_head in ("own", "shared") for kind in ("ce", "kl", "tv", "lk")),
+    ("granite", "shared", "soft", "ce"),
+    ("cohere", "shared", "hard", "ce"),
+    ("gemma2", "own", "soft", "lk"),
+    ("phi", "shared", "soft", "tv"),
+])  # fmt: skip
 def test_loss_counts_hits_and_gradients_equal_the_naive_loop(
-    targets: str, kind: str, lm_head: str, prune: bool, batch: Batch, half_vocabulary: Tensor,
+    family: str, lm_head: str, targets: str, kind: str, prune: bool, batch: Batch, half_vocabulary: Tensor,
     tiny: Build, tiny_medusa: Build, features_of: Build,
 ) -> None:  # fmt: skip
-    verifier = tiny("llama")
+    verifier = biased(tiny(family))
     ids = half_vocabulary if prune else None
     head = tiny_medusa(verifier, target_ids=ids, targets=targets, lm_head=lm_head, blocks=2, loss=kind)
     features = as_double(verifier, head, features_of(verifier, batch))
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
 
-    terms, hits = naive_terms(head, batch, features, verifier)
+    terms, hits = naive_terms(family, head, batch, features, verifier.lm_head)
     naive_total = naive_loss(terms, 0.8)
     naive_gradients = torch.autograd.grad(naive_total, parameters)
 

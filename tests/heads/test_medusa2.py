@@ -22,9 +22,11 @@ from headstart.heads.batch import Batch
 from headstart.heads.hub import load_head, save_head
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.medusa2 import AdaptedMedusa, Together
+from headstart.heads.sizes import flops_a_label
 from headstart.heads.verifier import Features, Verifier
 from headstart.training.muon import Muon
 from headstart.training.trainer import make_optimizers, set_learning_rate
+from headstart.training.window import Window
 
 Build = Callable[..., Any]
 RANK, ALPHA = 3, 6
@@ -48,12 +50,11 @@ def make(tiny: Build, tiny_medusa: Build) -> Callable[..., tuple[Verifier, Adapt
     def build(heads_only: float = 0.0, own: Any = "kl", weight: float = 0.3, ramp: Any = "constant", dropout: float = 0.0,
               **head: Any) -> tuple[Verifier, AdaptedMedusa]:  # fmt: skip
         verifier = tiny("llama", initializer_range=0.2)
-        adapter = new_adapter(verifier.model, "llama", RANK, ALPHA, dropout, None)
+        adapter = verifier.attach(lambda model: new_adapter(model, "llama", RANK, ALPHA, dropout, None))
         generator = torch.Generator().manual_seed(9)
         with torch.no_grad():
             for weights in adapter.weights.values():
                 weights.copy_(torch.randn(weights.shape, generator=generator) * 0.1)
-        verifier.attach(adapter)
         together = Together(heads_only, own, weight, ramp, rate=0.25)
         return verifier, AdaptedMedusa(tiny_medusa(verifier, **head), adapter, together)
 
@@ -74,6 +75,7 @@ def merged_states(base: Any, verifier: Verifier, ids: Tensor) -> Tensor:
 
 def naive_loss(head: AdaptedMedusa, batch: Batch, original: Tensor, last: Tensor, table: Tensor, weight: float) -> Tensor:
     own_terms, head_terms = [], [[] for _ in range(head.config.heads)]
+    ids = head.target_ids.tolist()
     for b, length in enumerate(batch.lengths.tolist()):
         for t in range(length):
             if t + 1 < length and batch.mask[b, t + 1]:
@@ -87,44 +89,63 @@ def naive_loss(head: AdaptedMedusa, batch: Batch, original: Tensor, last: Tensor
                 label = t + 2 + i
                 if label >= length or not batch.mask[b, label]:
                     continue
+                soft = head.config.targets == "soft"
+                if (int((table @ original[b, label - 1]).argmax()) if soft else int(batch.ids[b, label])) not in ids:
+                    continue
                 z = last[b, t]
                 for block in head.blocks[i]:
                     inner = block.linear.weight @ z + block.linear.bias
                     z = z + inner * torch.sigmoid(inner)
-                rows = head.lm_heads[i].weight if head.config.lm_head == "own" else table
+                rows = head.lm_heads[i].weight if head.config.lm_head == "own" else table[ids]
                 log_q = torch.log_softmax(rows @ z, 0)
-                if head.config.targets == "hard":
-                    head_terms[i].append(-log_q[batch.ids[b, label]])
-                else:  # the adapted verifier is the teacher, and no gradient goes to a teacher
-                    head_terms[i].append(-(torch.softmax(table @ last[b, label - 1], 0).detach() * log_q).sum())
+                if not soft:
+                    head_terms[i].append(-log_q[ids.index(int(batch.ids[b, label]))])
+                    continue
+                # the adapted verifier is the teacher, and no gradient goes to a teacher
+                p = torch.softmax(table[ids] @ last[b, label - 1], 0).detach()
+                overlap = torch.minimum(p, log_q.exp()).sum()
+                ce = -(p * log_q).sum()
+                kinds = {"ce": ce, "kl": ce + (p * p.log()).sum(), "tv": 1 - overlap, "lk": -overlap.log()}
+                head_terms[i].append(kinds[head.config.loss])
     heads = sum(head.config.decay**i * torch.stack(terms).mean() for i, terms in enumerate(head_terms))
     return torch.stack(own_terms).mean() + weight * heads
 
 
+HALF = torch.arange(0, 96, 2)
+PLAIN = [(own, targets, lm_head, {}) for own in ("kl", "ce") for targets in ("hard", "soft") for lm_head in ("own", "shared")]
+
+
 @pytest.mark.usefixtures("keep_double")
-@pytest.mark.parametrize("lm_head", ["own", "shared"])
-@pytest.mark.parametrize("targets", ["hard", "soft"])
-@pytest.mark.parametrize("own", ["kl", "ce"])
+@pytest.mark.parametrize(("own", "targets", "lm_head", "more"), [
+    *PLAIN,
+    ("kl", "soft", "own", {"loss": "kl", "ramp": "sine"}),
+    ("kl", "soft", "shared", {"loss": "tv"}),
+    ("ce", "soft", "own", {"loss": "lk"}),
+    ("kl", "hard", "own", {"target_ids": HALF}),
+    ("ce", "soft", "shared", {"target_ids": HALF, "ramp": "sine"}),
+])  # fmt: skip
 def test_the_joint_loss_and_its_gradients_are_the_naive_ones(
-    own: str, targets: str, lm_head: str, make: Build, batch: Batch, tiny: Build
+    own: str, targets: str, lm_head: str, more: dict[str, Any], make: Build, batch: Batch, tiny: Build
 ) -> None:
-    verifier, head = make(own=own, targets=targets, lm_head=lm_head)
+    """In the middle of the run, where the sine has brought the weight of the heads to a share of √½."""
+    verifier, head = make(own=own, targets=targets, lm_head=lm_head, **more)
+    weight = 0.3 * (math.sqrt(0.5) if "ramp" in more else 1.0)
     base = tiny("llama", initializer_range=0.2).model.double().requires_grad_(False)
     verifier.model.double()
     head.double()
     original = base(input_ids=batch.ids, output_hidden_states=True).hidden_states[-1]
     last = merged_states(base, verifier, batch.ids)
     assert (last - original).abs().max() > 0.01
-    expected = naive_loss(head, batch, original, last, base.lm_head.weight, 0.3)
+    expected = naive_loss(head, batch, original, last, base.lm_head.weight, weight)
     wanted = torch.autograd.grad(expected, list(head.parameters()))
 
     head.begin_step(0.5)
     with verifier.adapter.off():
-        choice = torch.where(batch.mask.roll(-1, 1), 0, -1)
+        choice = torch.where(batch.mask.roll(-1, 1), (original @ base.lm_head.weight.T).argmax(-1), -1)
         features = Features(verifier.features(batch.ids).last, torch.empty(3, 12, 0), choice)
     found = head.loss(batch, features, verifier)
     assert found.total().item() == pytest.approx(expected.item(), abs=1e-6)
-    assert found.weights.tolist() == pytest.approx([0.3, 0.3 * 0.8, 0.3 * 0.64, 1.0])
+    assert found.weights.tolist() == pytest.approx([weight, weight * 0.8, weight * 0.64, 1.0])
     assert found.counts[-1].item() == sum(end - start for spans in SPANS for start, end in spans)
     found.total().backward()
     for (name, parameter), gradient in zip(head.named_parameters(), wanted, strict=True):
@@ -174,6 +195,24 @@ def test_dropout_is_for_the_adapter_in_training_alone(make: Build, batch: Batch,
     assert not any(module.training for module in verifier.model.modules())
     verifier, head = make(dropout=0.0)
     assert len({head.loss(batch, features, verifier).total().item() for _ in range(2)}) == 1
+
+
+def test_the_fingerprint_is_that_of_the_original(make: Build, tiny: Build) -> None:
+    verifier, _ = make()
+    assert verifier.fingerprint == tiny("llama", initializer_range=0.2).fingerprint
+
+
+def test_the_work_of_a_label_is_that_of_the_heads(make: Build, batch: Batch, features_of: Build, tiny: Build) -> None:
+    """Neither the adapter's weights nor the verifier's own labels are the heads'."""
+    verifier, head = make()
+    plain = MedusaHead(head.config)
+    assert flops_a_label(head) == flops_a_label(plain) == 6 * sum(p.numel() for p in plain.parameters()) / 3
+    window, features = Window(0.0), features_of(tiny("llama", initializer_range=0.2), batch)
+    for one, terms in ((head, 4), (plain, 3)):
+        loss = one.loss(batch, features, verifier)
+        assert len(loss.counts) == terms
+        window.add([loss], 1.0, 10)
+    assert window.labels() == 2 * int(plain.supervised(batch, features).sum())
 
 
 def test_what_is_saved_is_a_medusa_head_and_a_peft_adapter(make: Build, batch: Batch, tiny: Build, tmp_path: Path) -> None:

@@ -106,6 +106,20 @@ def test_case_14_every_strategy_has_the_numbers_of_one_process(name: str, single
     assert max(lines(single).values()) - min(lines(single).values()) > 100 * TOLERANCE  # else all would be close
 
 
+@pytest.mark.slow  # ranks have the same code for every head; here the trained part of the verifier is among the weights
+def test_medusa_2_has_the_numbers_of_one_process(start: Start, place: Path) -> None:
+    """Dropout is left out: every rank draws its own."""
+    adapter = {"rank": 4, "dropout": 0.0, "heads_only": 0.3, "own": "ce", "rate": 1.0}
+    head = {"kind": "medusa", "heads": 3, "lm_head": "shared", "adapter": adapter}
+    for name, processes, training in (("medusa-2", 0, {}), ("medusa-2 on two", 2, {"strategy": "ddp", "accumulation": 2})):
+        run = start(name, processes, training | {"head": head})
+        assert run.wait() == [0] * max(1, processes), run.told()
+    close(place / "medusa-2", place / "medusa-2 on two")
+    moved = {name: tensor for name, tensor in weights(place / "medusa-2").items() if "lora_B" in name}
+    assert len(moved) == 7 * 4
+    assert min(tensor.abs().max() for tensor in moved.values()) > 100 * TOLERANCE
+
+
 def test_checkpoints_are_plain_whatever_the_strategy(single: Path, place: Path) -> None:
     """Case 44: whole tensors under the head's own names, and moments of the trained ones alone."""
     plain = torch.load(single / "checkpoints" / f"step-{STEPS}" / "optimizers.pt", weights_only=True)

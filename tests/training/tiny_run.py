@@ -63,12 +63,15 @@ def write_chats(path: Path) -> Path:
     return path
 
 
-def write_recipe(path: Path, verifier: Path, chats: Path, **training: Any) -> Path:
-    """An EAGLE-3 recipe of twenty steps; `training` changes its section. Small batches: some ranks get nothing."""
+EAGLE3 = {"kind": "eagle3", "layers": [1, 2, 3], "draft_vocabulary": 101, "depth": 3}
+
+
+def write_recipe(path: Path, verifier: Path, chats: Path, head: dict[str, Any] = EAGLE3, **training: Any) -> Path:
+    """A recipe of twenty steps; `training` changes its section. Small batches: some ranks get nothing."""
     recipe = {
         "verifier": {"model": str(verifier), "dtype": "float32", "device": "cpu"},
         "data": {"train": [str(chats)], "holdout": "split", "max_length": 96, "answers": "keep", "features": "online"},
-        "head": {"kind": "eagle3", "layers": [1, 2, 3], "draft_vocabulary": 101, "depth": 3},
+        "head": head,
         "training": {"steps": STEPS, "batch_tokens": 120, "learning_rate": 1.0e-3, "weight_decay": 0.01, "log_every": 1,
                      "evaluate_every": 10} | training,
         "evaluation": {"trees": [{"kind": "chain", "depth": 2}], "max_new_tokens": 8},

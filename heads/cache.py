@@ -59,7 +59,7 @@ class RaggedCache(Cache):
         self.capacity = capacity
         self.lengths: list[int] = [0] * batch  # kept on the host: reading them never waits for the device
         self.pending = 0  # uncommitted tokens a row already holds, where a tree is written level by level
-        self.recorded: dict[Any, Any] = {}  # passes over these very tensors (see repeated.py)
+        self.recorded: dict[Any, Any] = {}  # passes over these very tensors, or their number (see repeated.py)
         self.fixed: tuple[Tensor, int] | None = None  # slots [B, T] and end of a pass that is being recorded
         super().__init__(layers=[RaggedLayer(self) for _ in range(layers)])
 

@@ -47,6 +47,7 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
     tape = Tape()
     monkeypatch.setitem(repeated.RECORDERS, "cpu", tape)
     monkeypatch.setattr(repeated, "SPAN", 16)  # several of them in a text
+    monkeypatch.setattr(repeated, "REPEATS", 2)
     return tape
 
 
@@ -121,6 +122,7 @@ def test_a_pass_that_says_something_else_is_not_replayed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """And the text stays right, as it does where recording fails."""
+    monkeypatch.setattr(repeated, "REPEATS", 3)
     verifier = tiny("llama")
     verifier.facts = dataclasses.replace(verifier.facts, stop_ids=())
     head, expected = tiny_eagle3(verifier), None

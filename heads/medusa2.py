@@ -1,8 +1,10 @@
 """Medusa-2 (Cai 2024): Medusa heads, and a LoRA adapter of the verifier that learns with them.
 
-Stage 1 is Medusa-1, the heads alone. Stage 2 minimises L + λ(s) · Σ decay^i · L_i, where L keeps the verifier a language model:
-its own cross-entropy on the answers, or KL(p without the adapter || p with it), self-distillation. The heads then read the
-adapted verifier's states, and their loss reaches the adapter through them.
+Stage 1 is Medusa-1, the heads alone. In stage 2 they read the adapted verifier's states and learn from Σ decay^i · L_i as
+before; the adapter learns from L + λ(s) · Σ decay^i · L_i, where L keeps the verifier a language model: its own cross-entropy
+on the answers, or KL(p without the adapter || p with it), self-distillation. That is the gradient of the joint loss but for
+the factor λ on the heads', which optimizers that divide by the size of a gradient take out again, but not at once: their
+averages hold the gradients of stage 1, a hundred times larger, and would go on in their direction.
 
 Shapes: B rows, T tokens, K heads, d hidden size, N supervised rows.
 """
@@ -10,7 +12,7 @@ Shapes: B rows, T tokens, K heads, d hidden size, N supervised rows.
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -82,12 +84,13 @@ class AdaptedMedusa(MedusaHead):
         *_, following = supervised = self.supervised(batch, features)
         if not self.together_now:
             heads = self.heads_loss(batch, features, verifier, supervised[:-1])
-            return joined(heads, 1.0, heads.sums.new_zeros(1), heads.correct.new_zeros(1), heads.counts.new_zeros(1))
+            return joined(heads, heads.sums.new_zeros(1), heads.correct.new_zeros(1), heads.counts.new_zeros(1))
         with self.adapter.dropping():
             last = verifier.features(batch.ids, positions=batch.positions, learning=True).last
-        heads = self.heads_loss(batch, replace(features, last=last), verifier, supervised[:-1])
+        read = WithWeight.apply(last, self.together.weight_at(self.share))
+        heads = self.heads_loss(batch, replace(features, last=read), verifier, supervised[:-1])
         own, hits = self.own_loss(batch, features.last, last, following, verifier)
-        return joined(heads, self.together.weight_at(self.share), own, hits, following.sum()[None])
+        return joined(heads, own, hits, following.sum()[None])
 
     def own_loss(
         self, batch: Batch, original: Tensor, adapted: Tensor, following: Tensor, verifier: Verifier
@@ -111,12 +114,25 @@ class AdaptedMedusa(MedusaHead):
         return loss[None], hits[None]
 
 
-def joined(heads: HeadLoss, weight: float, own: Tensor, hits: Tensor, count: Tensor) -> HeadLoss:
-    """The heads' terms, weighted, and behind them the verifier's own: its sum, hits and labels."""
+class WithWeight(torch.autograd.Function):
+    """States as they are, whose gradient is multiplied by a weight on its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.weight * gradient, None
+
+
+def joined(heads: HeadLoss, own: Tensor, hits: Tensor, count: Tensor) -> HeadLoss:
+    """The heads' terms and behind them the verifier's own: its sum, hits and labels."""
     return HeadLoss(
         torch.cat([heads.sums, own]),
         torch.cat([heads.counts, count]),
         torch.cat([heads.correct, hits]),
-        torch.cat([weight * heads.weights, heads.weights.new_ones(1)]),
+        torch.cat([heads.weights, heads.weights.new_ones(1)]),
         last_is_verifier=True,
     )

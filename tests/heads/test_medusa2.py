@@ -1,6 +1,7 @@
 """Medusa-2: the joint loss and its gradients against merged weights W + alpha / rank * B A and a walk over positions."""
 
 import copy
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable
@@ -136,8 +137,10 @@ def test_the_joint_loss_and_its_gradients_are_the_naive_ones(
     original = base(input_ids=batch.ids, output_hidden_states=True).hidden_states[-1]
     last = merged_states(base, verifier, batch.ids)
     assert (last - original).abs().max() > 0.01
-    expected = naive_loss(head, batch, original, last, base.lm_head.weight, weight)
-    wanted = torch.autograd.grad(expected, list(head.parameters()))
+    expected, of_adapter = (naive_loss(head, batch, original, last, base.lm_head.weight, share) for share in (1.0, weight))
+    parameters = dict(head.named_parameters())
+    gradients = [torch.autograd.grad(loss, list(parameters.values()), retain_graph=True) for loss in (expected, of_adapter)]
+    wanted = [its if "lora" in name else own for name, own, its in zip(parameters, *gradients, strict=True)]
 
     head.begin_step(0.5)
     with verifier.adapter.off():
@@ -145,15 +148,39 @@ def test_the_joint_loss_and_its_gradients_are_the_naive_ones(
         features = Features(verifier.features(batch.ids).last, torch.empty(3, 12, 0), choice)
     found = head.loss(batch, features, verifier)
     assert found.total().item() == pytest.approx(expected.item(), abs=1e-6)
-    assert found.weights.tolist() == pytest.approx([weight, weight * 0.8, weight * 0.64, 1.0])
+    assert found.weights.tolist() == pytest.approx([1.0, 0.8, 0.64, 1.0])
     assert found.counts[-1].item() == sum(end - start for spans in SPANS for start, end in spans)
     found.total().backward()
     for (name, parameter), gradient in zip(head.named_parameters(), wanted, strict=True):
         assert torch.allclose(parameter.grad, gradient, rtol=0, atol=1e-6), name
-    adapter = [gradient for (name, _), gradient in zip(head.named_parameters(), wanted, strict=True) if "lora" in name]
-    assert len(adapter) == 2 * 7 * 4
-    assert max(gradient.abs().max() for gradient in adapter) > 1e-3
+    learned = [gradient for (name, _), gradient in zip(head.named_parameters(), wanted, strict=True) if "lora" in name]
+    assert len(learned) == 2 * 7 * 4
+    assert max(gradient.abs().max() for gradient in learned) > 1e-3
     assert all(p.grad is None for name, p in verifier.model.named_parameters() if "lora_" not in name)
+
+
+def test_heads_go_on_learning_when_the_second_stage_begins(make: Build, batch: Batch, features_of: Build, tiny: Build) -> None:
+    """With the sine at 0 their gradients are those of Medusa-1 on the adapted states, and the adapter's the verifier's own."""
+    verifier, head = make(ramp="sine", dropout=0.0)
+    features = features_of(tiny("llama", initializer_range=0.2), batch)
+    plain = MedusaHead(head.config)
+    plain.load_state_dict(head.own_state())
+    plain.loss(batch, dataclasses.replace(features, last=verifier.features(batch.ids).last), verifier).total().backward()
+    head.begin_step(head.together.heads_only)
+    head.loss(batch, features, verifier).total().backward()
+    mine = dict(head.named_parameters())
+    for name, parameter in plain.named_parameters():
+        assert torch.allclose(mine[name].grad, parameter.grad, rtol=0, atol=1e-6), name
+    whole = {name: weight.grad.clone() for name, weight in verifier.adapter.weights.items()}
+    assert max(gradient.abs().max() for gradient in whole.values()) > 1e-3
+    head.zero_grad()
+    last = verifier.features(batch.ids, learning=True).last
+    *_, following = supervised = head.supervised(batch, features)
+    own, _ = head.own_loss(batch, features.last, last, following, verifier)
+    (own.sum() / following.sum()).backward()
+    for name, weight in verifier.adapter.weights.items():
+        assert torch.allclose(whole[name], weight.grad, rtol=0, atol=1e-6), name
+    assert len(supervised) == head.config.heads + 1
 
 
 def test_stage_one_is_medusa_1(make: Build, batch: Batch, features_of: Build, tiny: Build) -> None:

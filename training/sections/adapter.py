@@ -23,7 +23,9 @@ class AdapterSection(Section):
         "cross-entropy on the answers",
     )
     weight: float | None = Field(
-        default=None, gt=0, description="of the heads' loss beside the verifier's own; null is 0.01 with kl, 0.2 with ce"
+        default=None,
+        gt=0,
+        description="of the heads' loss, beside the verifier's own, to the adapter; null is 0.01 with kl, 0.2 with ce",
     )
     ramp: Literal["constant", "sine"] | None = Field(
         default=None, description="of that weight after heads_only; null is sine (from 0) with kl, constant with ce"

@@ -130,22 +130,25 @@ class Evaluator:
             yield {"prompt": prompt.id, "position": at, "gap": (top[0] - top[1]).item(), "best": top[0].item()}
 
     def time(self, drafter: Drafter, trees: Sequence[AnyTree], sampling: Sampling = GREEDY) -> list[dict[str, Any]]:
-        """Speed-up of each tree: medians over repeats that take turns, one prompt at a time, after a warm-up."""
+        """Speed-up of each tree: medians over repeats that take turns, one prompt at a time, after a warm-up. Sampled answers
+        are as long as it happens: plain decoding's seconds are those of as many tokens."""
         if not self.timing_prompts:
             return [{} for _ in trees]
         prompts = spread(self.prompts, self.timing_prompts)
         contenders: list[tuple[Drafter | None, AnyTree]] = [(None, chain(0)), *((drafter, tree) for tree in trees)]
         for contender in contenders:
             self.decode(*contender, prompts[:1], 1, sampling)
-        runs = [
-            [self.decode(*contender, prompts, 1, sampling)[1] for contender in contenders] for _ in range(self.timing_repeats)
+        turns = [
+            [self.decode(*contender, prompts, 1, sampling) for contender in contenders] for _ in range(self.timing_repeats)
         ]
+        runs = [[spent for _, spent in turn] for turn in turns]
         totals = [statistics.median(sum(run[i].values()) for run in runs) for i in range(len(contenders))]
+        tokens = [sum(len(answer.tokens) for answer in decoded) for decoded, _ in turns[0]]  # the same in every turn
+        plain = [totals[0] * count / tokens[0] for count in tokens]
         return [
             {
-                "speedup": totals[0] / totals[i],
-                "seconds": {part: statistics.median(run[i][part] for run in runs) for part in runs[0][i]}
-                | {"plain": totals[0]},
+                "speedup": plain[i] / totals[i],
+                "seconds": {part: statistics.median(run[i][part] for run in runs) for part in runs[0][i]} | {"plain": plain[i]},
                 "timing": {"prompts": len(prompts), "repeats": self.timing_repeats, "batch": 1},
             }
             for i in range(1, len(contenders))

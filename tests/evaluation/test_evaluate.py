@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from headstart.evaluation.decode import speculate
+from headstart.evaluation.decode import Decoded, speculate
 from headstart.evaluation.evaluate import Evaluator, Prompt, pieces
 from headstart.evaluation.look import look
 from headstart.evaluation.sampling import GREEDY, Sampling
@@ -239,7 +239,9 @@ def test_answers_too_short_to_draft_have_no_alpha(verifier: Verifier, head: Draf
 
 
 def test_the_speed_up_is_a_ratio_of_medians(verifier: Verifier, head: DraftHead, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain decoding, then each tree, a warm-up and three turns; seconds are made up."""
+    """Plain decoding, then each tree, a warm-up and three turns; seconds and lengths are made up. Per token, since sampled
+    answers differ in length: 2 seconds a plain one, of 3 tokens in 6."""
+    lengths = {None: 3, "chain": 3, "static": 5}
     seconds = {None: [9.0, 6.0, 5.0, 90.0], "chain": [9.0, 2.0, 40.0, 3.0], "static": [9.0, 1.0, 1.0, 1.0]}
     calls: list[tuple[str | None, int, int]] = []
     evaluator = Evaluator(verifier, some_prompts(6), BUDGET, timing_prompts=2, timing_repeats=3)
@@ -248,12 +250,14 @@ def test_the_speed_up_is_a_ratio_of_medians(verifier: Verifier, head: DraftHead,
         name = None if head is None else tree.kind
         took = seconds[name][sum(call[0] == name for call in calls)]
         calls.append((name, len(prompts), batch))
-        return [], {"prefill": 0.25 * took, "draft": 0.0, "verify": 0.75 * took, "other": 0.0}
+        spent = {"prefill": 0.25 * took, "draft": 0.0, "verify": 0.75 * took, "other": 0.0}
+        return [Decoded([7] * lengths[name]), Decoded()], spent
 
     monkeypatch.setattr(evaluator, "decode", decode)
     chain_time, static_time = evaluator.time(head, TREES[:2])
     assert calls == [(name, 1, 1) for name in seconds] + [(name, 2, 1) for name in seconds] * 3
-    assert (chain_time["speedup"], static_time["speedup"]) == (6.0 / 3.0, 6.0)
+    assert (chain_time["speedup"], static_time["speedup"]) == (6.0 / 3.0, 2.0 / (1.0 / 5))
+    assert static_time["seconds"]["plain"] == 10.0
     assert chain_time["seconds"] == {"prefill": 0.75, "draft": 0.0, "verify": 2.25, "other": 0.0, "plain": 6.0}
     assert chain_time["timing"] == {"prompts": 2, "repeats": 3, "batch": 1}
 

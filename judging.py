@@ -19,6 +19,7 @@ from .evaluation.evaluate import Evaluator, Prompt
 from .evaluation.lossless import Drafters, Gate, own_proof, proof
 from .evaluation.parity import write_texts
 from .evaluation.quality import quality
+from .evaluation.record import dtype_name
 from .evaluation.run_folder import logged_accuracy, read_provenance, read_run
 from .evaluation.top_k import top_k
 from .heads.base import DraftHead, check_fits
@@ -56,7 +57,7 @@ def evaluate(run_folder: Path, overrides: Sequence[str] = (), workshop: Workshop
         "head": describe(head),
         "prompts": len(evaluator.prompts),
         "max_new_tokens": evaluator.max_new_tokens,
-        "dtype": str(verifier.dtype).removeprefix("torch."),
+        "dtype": dtype_name(verifier),
         "device": str(verifier.device),
         "seconds": round(time.perf_counter() - start, 1),
         **({"verifier_quality": quality(verifier, build_texts(recipe, evaluator, holdout))} if learns_adapter(recipe) else {}),

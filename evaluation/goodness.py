@@ -68,7 +68,10 @@ def places(
     for hidden, token, (row, position) in zip(
         states.split(ROWS), ids[wanted].split(ROWS), (at.T for at in wanted.nonzero().split(ROWS)), strict=True
     ):
-        p = probabilities(verifier.logits(hidden), sampling, tokens_before(ids[row], position, verifier.facts.vocab_size))
+        before = None
+        if sampling.repetition_penalty != 1:
+            before = tokens_before(ids[row], position, verifier.facts.vocab_size)
+        p = probabilities(verifier.logits(hidden), sampling, before)
         share, uniform = torch.rand(2, len(token), generator=generator, dtype=torch.float64).to(p)
         biased = torch.where(share < PLANTED, p.argmax(-1), token)
         found += Places(bins(p, token, uniform), bins(p, biased, uniform))

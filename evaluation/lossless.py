@@ -17,6 +17,7 @@ from .decode import Decoded, speculate
 from .enumeration import BEFORE, Tables, round_law, total_variation
 from .evaluate import Evaluator
 from .goodness import PLANTED, Places, p_value, places
+from .record import dtype_name
 from .sampling import Rule, Sampling, dice
 from .tiny import plain_joint, speculative_joint, tiny_heads, tiny_verifier
 from .tree import AnyTree, DynamicTree, StaticTree, chain
@@ -200,7 +201,7 @@ def own_greedy(evaluator: Evaluator, drafters: Drafters, trees: Sequence[AnyTree
     for (drafts, drafter), tree in itertools.product(drafters, trees):
         decoded: list[Decoded] = evaluator.decode(drafter, tree, evaluator.prompts, evaluator.batch)[0]
         apart = list(evaluator.divergences(decoded))
-        name = f"{drafts}, greedy, {tree.kind} of {tree.nodes} nodes, {str(dtype).removeprefix('torch.')}"
+        name = f"{drafts}, greedy, {tree.kind} of {tree.nodes} nodes, {dtype_name(evaluator.verifier)}"
         note = f"{len(decoded)} prompts, {sum(len(d.tokens) for d in decoded)} tokens, {len(apart)} diverge"
         if exact:
             gaps = "".join(f"; {d['prompt']} at {d['position']}, gap {d['gap']:.3g}" for d in apart[:3])
